@@ -215,19 +215,14 @@ def _offloads(config: RunConfig, axes: Collection[str], device: Device) -> list[
     own = config.memory.offload
     if "offload" not in axes or device.host_memory_bytes is None or config.memory.policy != "plan":
         return [own]
-    return list(dict.fromkeys(("none", _nothing_for_auto(own), *_SEARCHED)))
-
-
-def _nothing_for_auto(offload: str) -> str:
-    """Return what a run whose `memory.offload` is searched begins with: `auto` would try what others try."""
-    return "none" if offload == "auto" else offload
+    return list(dict.fromkeys(("none", own, *_SEARCHED)))
 
 
 def _values(config: RunConfig, sharding: str, offload: str, form: Form) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if sharding != config.strategy.sharding.mode:
         values["strategy.sharding"] = ShardingConfig(mode=sharding)  # type: ignore[arg-type]  # one of its names
-    if offload not in (config.memory.offload, _nothing_for_auto(config.memory.offload)):
+    if offload != config.memory.offload:
         values["memory.offload"] = offload
     return {**values, **form.values}
 
