@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from harness.planned_models import MODELS, planned
-from thunder_memsave.finetune.plan import plan_run
+from thunder_memsave.finetune.plan import run_planner
 from thunder_memsave.planner.arena import lifetimes, plan_arena
 
 HEAD = (
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="a Markdown file for the table")
     path = parser.parse_args().save
     torch.set_num_threads(1)
-    plan_run._SMALLEST_S = 0.1  # the smallest budget is only where to look
+    run_planner._SMALLEST_S = 0.1  # the smallest budget is only where to look
     rows = []
     for name in MODELS:
         for row in rows_of(name):

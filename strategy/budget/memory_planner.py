@@ -88,8 +88,7 @@ class MemoryPlanner:
         """
         self._memory = memory
         self.device = device
-        self._budget_bytes = budget_bytes
-        self._limit = Limit(memory, device, budget_bytes)
+        self._limit_to(budget_bytes)
         self._data_parallel = data_parallel
         self._step_memory = step_memory
         self._device_type = device_type
@@ -104,6 +103,10 @@ class MemoryPlanner:
         self.calls: list[PlannedCall] = []
         """Calls in the order in which they were planned."""
         self._pool_bytes = 0
+
+    def _limit_to(self, budget_bytes: int | None) -> None:
+        self._budget_bytes = budget_bytes
+        self._limit = Limit(self._memory, self.device, budget_bytes)
 
     def _scratch(self, operation: Operation, found: OpProfile) -> int:
         """Return the scratch of a kind of operation, when it is first seen: only then can it be run."""
@@ -289,7 +292,7 @@ class MemoryPlanner:
             stage("solve")
             offer = self._rank_zeros(attempt, structure, target_bytes, too_large)
             stage("simulate")
-            run = self._within(attempt, offer.plan, budget_bytes)
+            run = self._within(attempt, offer.plan, budget_bytes, target_bytes=target_bytes)
             if budget_bytes is None or target_bytes is None:
                 return Tried(attempt, run, offer)
             if run.more_bytes <= 0 and self._asked is not None and not self._limit.is_reserved:
@@ -302,18 +305,32 @@ class MemoryPlanner:
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
             target_bytes = SMALLEST if is_last else max(target_bytes - run.more_bytes, SMALLEST)
 
-    def _within(self, attempt: Attempt, plan: Plan | None, budget_bytes: int | None) -> Run:
-        """Overlap collectives with computation as far as the budget has room, on all ranks alike. A collective."""
+    def _within(
+        self,
+        attempt: Attempt,
+        plan: Plan | None,
+        budget_bytes: int | None,
+        *,
+        target_bytes: int | None = None,
+    ) -> Run:
+        """Overlap collectives with computation as far as the budget has room, on all ranks alike. A collective.
+
+        `target_bytes` is that of the plan, below a budget by what the run of another plan took beside its tensors.
+        """
         if budget_bytes is None or not attempt.communicates:
             return self._run(attempt, plan, None, budget_bytes)
-        if not self._is_near(attempt, plan, budget_bytes):
+        if not self._is_near(attempt, plan, target_bytes or budget_bytes):
             run = self._run(attempt, plan, None, budget_bytes)
             if run.more_bytes <= 0:
                 return run
         at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
         if at_once.more_bytes > 0:
             return at_once
-        room = least_room(at_once.call.room(budget_bytes), self._data_parallel)
+        # What the allocator takes beside tensors, it takes beside those in flight too.
+        peak_bytes = budget_bytes + at_once.more_bytes
+        beside_bytes = largest(peak_bytes - at_once.call.profile.peak_bytes, self._data_parallel)
+        left = at_once.call.room(budget_bytes - max(beside_bytes, 0))
+        room = least_room(left, self._data_parallel)
         for _ in range(_MOST_ROOMS):
             run = self._run(attempt, plan, room, budget_bytes)
             if run.more_bytes <= 0:
@@ -321,12 +338,12 @@ class MemoryPlanner:
             room = room.without(run.more_bytes)
         return at_once
 
-    def _is_near(self, attempt: Attempt, plan: Plan | None, budget_bytes: int) -> bool:
+    def _is_near(self, attempt: Attempt, plan: Plan | None, target_bytes: int) -> bool:
         """Tell whether a plan leaves some rank no room for one more collective in flight, so that it needs limits."""
         if plan is None:
             return False
         needed_bytes = plan.predicted_peak_bytes + attempt.collective_bytes
-        return largest(int(needed_bytes > budget_bytes), self._data_parallel) > 0
+        return largest(int(needed_bytes > target_bytes), self._data_parallel) > 0
 
     def _run(
         self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None

@@ -56,6 +56,8 @@ class Question:
     """The same with fewer choices, for which the smallest plan is found sooner; asked if all choices find no plan."""
     offload: OffloadTerms | None = None
     """On which plans may copy values to the host; None: they do not."""
+    time_limit_s: float | None = None
+    """Work for a plan; None: as much as `solve` does by itself."""
 
     def answer(
         self,
@@ -182,6 +184,8 @@ class Question:
         self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: Any
     ) -> Plan:
         """Call the solver, without looking for plans of earlier runs; `limits` are passed on."""
+        if self.time_limit_s is not None:
+            limits = {"time_limit_s": self.time_limit_s, **limits}
         search = solve if self.offload is None else partial(solve_mix, terms=self.offload)
         return search(
             self.graph,

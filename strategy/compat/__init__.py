@@ -19,6 +19,7 @@ from thunder_memsave.compat import (
     dynamo_function_names,
     hidden_transformer_engine,
     padded_encoders,
+    repeated_thunder_work,
     torch213_named_tensors,
     torch214_function_apply,
 )
@@ -34,6 +35,7 @@ def apply() -> None:
     dynamo_function_names.apply()
     padded_encoders.apply()
     dynamo_compile_metrics.apply()
+    repeated_thunder_work.apply()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from torch import nn
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import Arguments
+from thunder_memsave.collector import collector
 from thunder_memsave.compiler.compile_trace import compile_trace
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.compiler.pipeline import steps_without
@@ -124,6 +126,13 @@ class CallCompiler:
             CompileError: it cannot be compiled to what eager PyTorch computes.
             BudgetError: no plan fits the memory budget.
         """
+        with collector(runs=False):  # it would go through all traces again and again
+            compiled = self._compiled(module, call, name, reason)
+        if gc.isenabled():
+            gc.collect()  # garbage that may hold tensors
+        return compiled
+
+    def _compiled(self, module: nn.Module, call: Call, name: str, reason: str) -> Compiled:
         start = time.perf_counter()
         traced = self._traced(module, call, reason)
         facts = self._facts(module, traced, name=f"{type(module).__name__}.{name}")

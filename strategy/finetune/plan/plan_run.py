@@ -12,19 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
-from typing_extensions import override
 
 from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.limits import limits_reserved
-from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.budget.offload.last_resort import LastResort, States
-from thunder_memsave.budget.offload.terms import check_states_fit, offload_terms
+from thunder_memsave.budget.offload.last_resort import States
+from thunder_memsave.budget.offload.terms import check_states_fit
 from thunder_memsave.budget.pins import check_pins
-from thunder_memsave.budget.plan_request import Question
-from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
+from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.budget.target.autocast import autocast_of_cuda
 from thunder_memsave.budget.target.device import fake_ranks, stand_in, without_memory
-from thunder_memsave.budget.ways import Way
 from thunder_memsave.compiler.compile_call import CallCompiler
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.compiler.cuda_graphs.torch_runtime import CudaRuntime
@@ -36,12 +32,13 @@ from thunder_memsave.finetune.model.build import autocast_of, describe_model, wi
 from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.objectives.loss_in_model import TRAINING, call_inputs, put_loss_in
 from thunder_memsave.finetune.objectives.objective import Objective
+from thunder_memsave.finetune.plan.few_layers import FewLayers, FewLayersPlanner
 from thunder_memsave.finetune.plan.fp8_planned import (
-    by_transformer_engine,
     planned_fp8,
     refuse_without_fp8,
 )
 from thunder_memsave.finetune.plan.planned_ranks import ranks_per_node
+from thunder_memsave.finetune.plan.run_planner import RunPlanner
 from thunder_memsave.finetune.process.deterministic import deterministic_choice
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
@@ -57,18 +54,12 @@ from thunder_memsave.ops.accumulation import (
     whole_gradient_bytes,
 )
 from thunder_memsave.optim.on_host import states_on_host
-from thunder_memsave.passes.step import S, Step
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import Device, StepMemory
 from thunder_memsave.planner.reserved import ReservedMemory
-from thunder_memsave.planner.search.solve import pareto
 from thunder_memsave.progress import stage
 from thunder_memsave.sharding.gradients import clip_norm
 from thunder_memsave.stored_weights.in_bytes import frozen_in_bytes
-
-_SMALLEST_S = 3.0
-"""CPU seconds to search for the smallest budget of a run that fits; one that does not is searched for longer."""
-_CURVE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +85,8 @@ class RunPlan:
     """Whether the budget limits these, not bytes of tensors."""
     outside_bytes: Mapping[str, int]
     """Estimated bytes that the device holds beside what the allocator reserves; empty on the CPU."""
+    few_layers: FewLayers | None = None
+    """What part of the model the call and the smallest budget are of; None: of the whole."""
     curve: tuple[tuple[int, float], ...]
     """Budgets in bytes, each with a lower bound in microseconds of the recompute time under it."""
 
@@ -125,6 +118,7 @@ def plan_run(
     num_ranks: int,
     has_curve: bool = True,
     counts_tiles: bool = False,
+    has_few_layers: bool = False,
 ) -> RunPlan:
     """Plan one micro-batch's forward and backward, and the step that it is part of.
 
@@ -134,6 +128,7 @@ def plan_run(
         num_ranks: Number of ranks.
         has_curve: Whether to compute the cost of other budgets.
         counts_tiles: Whether the smallest budget is that of tiles of tokens, also where a plan fits without.
+        has_few_layers: Whether to plan few of a model's equal layers instead of all, if it has many.
 
     Raises:
         ConfigError: the model cannot be built without its files, or the budget is invalid for this device.
@@ -147,14 +142,18 @@ def plan_run(
     budget_bytes = budget_of(strategy, device)
     objective = objective_of(config)
     model = _described(config, strategy)
+    few = FewLayers.left_of(model) if has_few_layers else None
+    if few is not None:
+        device = few.host_of(device)
     put_loss_in(model, objective)
     with _ranks(strategy, num_ranks) as data_parallel:
         stand_in(model, data_parallel)
         if kept := frozen_in_bytes(model, strategy.frozen_weights, data_parallel=data_parallel):
             kept.stand_in()
+        few = None if few is None else few.weighing(model)
         if strategy.accumulate == "auto":
             data_parallel = automatically_accumulating(
-                data_parallel, model.parameters(), budget_bytes=budget_bytes
+                data_parallel, model.parameters(), budget_bytes=_about(budget_bytes, few)
             )
         memory = _step_memory(config, objective, model, device, sizes)
         on_host = replace(config, memory=replace(config.memory, offload="optimizer"))
@@ -165,7 +164,8 @@ def plan_run(
         if sizes.gradient_accumulation_steps > 1 and may_keep(data_parallel):
             kept_bytes = whole_gradient_bytes(model.parameters())
             memory = replace(memory, gradient_bytes=memory.gradient_bytes + kept_bytes)
-        planner = _Planner(strategy, device, budget_bytes, data_parallel, memory, states)
+        about = (strategy, device, budget_bytes, data_parallel, memory, states)
+        planner = RunPlanner(*about) if few is None else FewLayersPlanner(few, *about)
         outside = _outside_bytes(device, num_ranks, data_parallel)
         inputs = _inputs(objective, num_rows=sizes.micro_batch_size)
         _compile(model, inputs, config, strategy, data_parallel, planner)
@@ -176,6 +176,7 @@ def plan_run(
         num_tokens=config.data.max_seq_length,
         num_micro_batches=sizes.gradient_accumulation_steps,
         budget_bytes=budget_bytes,
+        few_layers=planner.few_layers if isinstance(planner, FewLayersPlanner) else None,
         call=planner.call,
         refusal=planner.refusal,
         smallest_bytes=(smallest := planner.smallest_bytes(counts_tiles=counts_tiles)),
@@ -184,6 +185,10 @@ def plan_run(
         limits_reserved=limits_reserved(config.memory, device),
         outside_bytes=outside,
     )
+
+
+def _about(budget_bytes: int | None, few: FewLayers | None) -> int | None:
+    return budget_bytes if budget_bytes is None or few is None else few.budget_bytes(budget_bytes)
 
 
 def budget_of(strategy: StrategyConfig, device: Device) -> int | None:
@@ -236,7 +241,7 @@ def _compile(
     config: RunConfig,
     strategy: StrategyConfig,
     data_parallel: DataParallel | None,
-    planner: _Planner,
+    planner: RunPlanner,
 ) -> None:
     compiler = CallCompiler(
         config=strategy,
@@ -251,107 +256,10 @@ def _compile(
         compiler.compile(model, call, name=TRAINING, reason="plan")
 
 
-def _graphs(strategy: StrategyConfig, planner: _Planner) -> CudaGraphs:
+def _graphs(strategy: StrategyConfig, planner: RunPlanner) -> CudaGraphs:
     """Count the memory of CUDA graphs, which nothing captures here."""
     runtime = None if planner.device.compute_capability is None else CudaRuntime()
     return CudaGraphs(strategy.cuda_graphs, runtime, planner)
-
-
-class _Planner(MemoryPlanner):
-    """Plans without other ranks to agree with, and continues with the smallest plan if the budget is too small."""
-
-    def __init__(
-        self,
-        strategy: StrategyConfig,
-        device: Device,
-        budget_bytes: int | None,
-        data_parallel: DataParallel | None,
-        memory: StepMemory,
-        states: States,
-    ) -> None:
-        super().__init__(
-            strategy.memory,
-            device=device,
-            budget_bytes=budget_bytes,
-            step_memory=lambda: memory,
-            device_type="" if device.name == "cpu" else "cuda",
-            by_transformer_engine=by_transformer_engine(strategy.fp8, device),
-            offload=offload_terms(strategy.memory, device, free_bytes=device.host_memory_bytes),
-            last_resort=LastResort.of(
-                strategy.memory, device, states, free_bytes=device.host_memory_bytes
-            ),
-        )
-        self.refusal: BudgetError | None = None
-        self._attempt: Attempt | None = None
-        self._sharding = "none" if data_parallel is None else data_parallel.mode
-
-    @property
-    @override
-    def _mode(self) -> str:
-        return self._sharding
-
-    @override
-    def planned(self, traces: S, *, steps: Sequence[Step[S]], arguments: Arguments) -> S:
-        """As `MemoryPlanner` does; where the budget is too small, with the smallest plan."""
-        # The module's own tensors hold nothing; the trace knows their shapes.
-        arguments = replace(arguments, tensors={})
-        return super().planned(traces, steps=steps, arguments=arguments)
-
-    @override
-    def _planned(self, attempt: Attempt) -> PlannedCall:
-        self._attempt = attempt
-        try:
-            return super()._planned(attempt)
-        except BudgetError as error:
-            if error.smallest_plan is None:
-                raise
-            assert self.refused is not None
-            self.refusal = error
-            smallest = replace(error.smallest_plan, budget_bytes=error.smallest_bytes)
-            found = self.refused.run.call
-            call = replace(found, plan=smallest)
-            call.replayed.update(found.replayed)
-            return call
-
-    @property
-    def call(self) -> PlannedCall:
-        """The only call that was planned."""
-        (call,) = self.calls
-        return call
-
-    def smallest_bytes(self, *, counts_tiles: bool) -> int:
-        """Return the smallest budget for which a plan is found."""
-        stage("smallest budget")
-        if self.refusal is not None:
-            assert self.refusal.smallest_bytes is not None
-            return self.refusal.smallest_bytes
-        asked, first = [self._last], self._attempt
-        if counts_tiles and first is not None and not self.call.is_tiled:
-            tiled = first.in_way(Way(is_tiled=True))
-            other = None if tiled is None else self._question(tiled, None)
-            asked += [] if other is None else [other.narrowed or other]
-        found = [each.smallest_bytes(time_limit_s=_SMALLEST_S) for each in asked]
-        return min(self.call.profile.peak_bytes, *found)
-
-    def curve(self, smallest_bytes: int) -> tuple[tuple[int, float], ...]:
-        """Return a lower bound of each budget's cost, from the smallest budget on."""
-        stage("other budgets")
-        asked = self._last
-        points = pareto(
-            asked.graph,
-            costs_us=asked.costs_us,
-            memory=asked.memory,
-            pinned=asked.pinned,
-            generator_state_bytes=asked.generator_state_bytes,
-            time_limit_s=_CURVE_S,
-        )
-        return tuple(point for point in points if point[0] >= smallest_bytes)
-
-    @property
-    def _last(self) -> Question:
-        """The last planning problem, narrowed to the choices that find the smallest plan sooner, if it was."""
-        assert self._asked is not None, "a call was planned"
-        return self._asked.narrowed or self._asked
 
 
 @contextmanager

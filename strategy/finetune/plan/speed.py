@@ -19,8 +19,13 @@ def micro_batch_us(made: RunPlan) -> float:
     """
     steps = (step for step in made.call.program.steps if step.op.repeat != "free")
     computing_us = sum(sustained_us(step.op, made.device) for step in steps)
-    waits_us = 0.0 if made.call.time is None else made.call.time.exposed_us
-    return computing_us + waits_us + states_us(made)
+    return computing_us + waits_us(made)
+
+
+def waits_us(made: RunPlan) -> float:
+    """Return what of that is waiting for copies."""
+    exposed_us = 0.0 if made.call.time is None else made.call.time.exposed_us
+    return exposed_us + states_us(made)
 
 
 def states_us(made: RunPlan) -> float:
@@ -30,7 +35,11 @@ def states_us(made: RunPlan) -> float:
     return CopyRates.of(made.device).us(made.call.memory.host_bytes) / made.num_micro_batches
 
 
+def tokens_of(made: RunPlan) -> int:
+    """Return the tokens of all ranks in a micro-batch, padding included."""
+    return made.num_rows * made.num_tokens * made.num_ranks
+
+
 def tokens_per_s(made: RunPlan) -> float:
     """Return the tokens of all ranks per second, padding included."""
-    tokens = made.num_rows * made.num_tokens * made.num_ranks
-    return tokens / micro_batch_us(made) * 1e6
+    return tokens_of(made) / micro_batch_us(made) * 1e6

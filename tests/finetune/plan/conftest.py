@@ -10,7 +10,7 @@ import yaml
 
 from harness.language_model import llama_config
 from thunder_memsave.compiler.compile_call import CallCompiler, Compiled
-from thunder_memsave.finetune.plan import plan_run
+from thunder_memsave.finetune.plan import run_planner
 
 LENGTH = 64
 RUN = {
@@ -54,5 +54,5 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Compiled]:
         return seen[-1]
 
     monkeypatch.setattr(CallCompiler, "compile", compile_and_see)
-    monkeypatch.setattr(plan_run, "_SMALLEST_S", 0.01)
+    monkeypatch.setattr(run_planner, "_SMALLEST_S", 0.01)
     return seen

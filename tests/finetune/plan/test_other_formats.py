@@ -38,7 +38,7 @@ FULL = ("--lora=null", "--train.micro_batch_size=1", "--device=cpu")
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_request, "solve", partial(solve, time_limit_s=0.3))
     for name in ("_SMALLEST_S", "_CURVE_S"):
-        monkeypatch.setattr(f"thunder_memsave.finetune.plan.plan_run.{name}", 0.01)
+        monkeypatch.setattr(f"thunder_memsave.finetune.plan.run_planner.{name}", 0.01)
 
 
 def planned(config: RunConfig, num_ranks: int, device: str = "h200") -> RunPlan:

@@ -33,7 +33,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other budgets, and the smallest of a run that does not fit, are searched for less long."""
     monkeypatch.setattr(plan_request, "solve", partial(solve, time_limit_s=0.3))
     for name in ("_SMALLEST_S", "_CURVE_S"):
-        monkeypatch.setattr(f"thunder_memsave.finetune.plan.plan_run.{name}", 0.01)
+        monkeypatch.setattr(f"thunder_memsave.finetune.plan.run_planner.{name}", 0.01)
 
 
 @pytest.fixture(autouse=True)

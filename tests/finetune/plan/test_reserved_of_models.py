@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from harness.planned_models import MODELS, planned
-from thunder_memsave.finetune.plan import plan_run
+from thunder_memsave.finetune.plan import run_planner
 from thunder_memsave.finetune.plan.plan_run import RunPlan
 from thunder_memsave.planner.caching_allocator.allocator import CachingAllocator
 from thunder_memsave.planner.caching_allocator.replay import replay
@@ -50,7 +50,7 @@ def assert_kept(plan: RunPlan, *, is_expandable: bool) -> None:
 def test_a_budget_is_kept_for_what_is_reserved(
     name: str, is_expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_run, "_SMALLEST_S", 0.1)
+    monkeypatch.setattr(run_planner, "_SMALLEST_S", 0.1)
     keep_all = planned(name, None, is_expandable=is_expandable)
     most, least = reserved_bytes(keep_all), keep_all.smallest_bytes
     assert least < most

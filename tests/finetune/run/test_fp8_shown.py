@@ -31,7 +31,7 @@ Read = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def _no_long_search_for_the_smallest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a plan counts is known before, and nothing here reads the smallest budget."""
-    monkeypatch.setattr("thunder_memsave.finetune.plan.plan_run._SMALLEST_S", 0.01)
+    monkeypatch.setattr("thunder_memsave.finetune.plan.run_planner._SMALLEST_S", 0.01)
 
 
 @pytest.fixture

@@ -6,12 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from thunder_memsave.finetune.plan.few_layers import FewLayers
 from thunder_memsave.finetune.plan.other_formats import Known
 from thunder_memsave.finetune.plan.plan_run import RunPlan
-from thunder_memsave.finetune.plan.speed import micro_batch_us, states_us, tokens_per_s
+from thunder_memsave.finetune.plan.speed import (
+    micro_batch_us,
+    states_us,
+    tokens_of,
+    tokens_per_s,
+    waits_us,
+)
 from thunder_memsave.planner.report.step_work import sustained_us
 
 _TOKENS = 1_000_000
+_MAY_FIT = 1.1
+"""A run may fit whose estimated bytes exceed a budget by less: a plan of all layers will tell."""
 _OF_WEIGHTS = ("parameter", "buffer", "gathered", "gradient", "accumulated", "optimizer", "other")
 
 
@@ -33,6 +42,8 @@ class Forecast:
     """Whether the budget makes it recompute, or wait for copies, or compute in tiles."""
     tokens_per_s: float
     """Of all ranks, without the optimizer's update, but with copies of states that are on the host."""
+    is_estimate: bool = False
+    """Whether it is of a plan of few layers, in proportion."""
 
     @property
     def next_bytes(self) -> int:
@@ -47,10 +58,11 @@ class Forecast:
     @classmethod
     def of_plan(cls, made: RunPlan) -> Forecast:
         """Return what there is to say of a plan."""
+        if made.few_layers is not None:
+            return cls._of_few(made, made.few_layers)
         known, call = Known.of_plan(made), made.call
         steps = [step for step in call.program.steps if step.op.repeat != "free"]
         again_us = sum(sustained_us(step.op, made.device) for step in steps if step.is_repeated)
-        added_us = states_us(made) + (0.0 if call.plan is None else call.plan.added_us)
         return cls(
             fits=made.fits,
             peak_bytes=known.peak_bytes,
@@ -58,9 +70,43 @@ class Forecast:
             constant_bytes=min(known.of(*_OF_WEIGHTS), made.smallest_bytes),
             least_bytes=made.smallest_bytes,
             recompute_share=again_us / micro_batch_us(made),
-            recomputes_for_budget=added_us > 0 or call.is_tiled or call.empties_cache,
+            recomputes_for_budget=_adds_time(made),
             tokens_per_s=tokens_per_s(made),
         )
+
+    @classmethod
+    def _of_few(cls, made: RunPlan, few: FewLayers) -> Forecast:
+        known, program = Known.of_plan(made), made.call.program
+        once_us = few.computing_us(program, made.device)
+        adding_us = micro_batch_us(made) - _once_us(made)  # what it recomputes, and waits for
+        again_us = adding_us - waits_us(made)
+        us = once_us + few.times_as_many * adding_us
+        least_bytes, budget_bytes = few.of_all(made.smallest_bytes), made.budget_bytes
+        fits = budget_bytes is None or least_bytes <= _MAY_FIT * budget_bytes
+        as_run = few.knowing(made.call.profile, program.num_forward)
+        peak_bytes = as_run.of_all(known.peak_bytes) if fits else least_bytes
+        return cls(
+            fits=fits,
+            peak_bytes=min(peak_bytes, budget_bytes or peak_bytes) if fits else peak_bytes,
+            budget_bytes=budget_bytes,
+            constant_bytes=min(as_run.of_all(known.of(*_OF_WEIGHTS)), least_bytes),
+            least_bytes=least_bytes,
+            recompute_share=few.times_as_many * again_us / us,
+            recomputes_for_budget=_adds_time(made),
+            tokens_per_s=tokens_of(made) / us * 1e6,
+            is_estimate=True,
+        )
+
+
+def _adds_time(made: RunPlan) -> bool:
+    call = made.call
+    added_us = states_us(made) + (0.0 if call.plan is None else call.plan.added_us)
+    return added_us > 0 or call.is_tiled or call.empties_cache
+
+
+def _once_us(made: RunPlan) -> float:
+    steps = (s for s in made.call.program.steps if s.op.repeat != "free" and not s.is_repeated)
+    return sum(sustained_us(step.op, made.device) for step in steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,17 +7,17 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing import util
+from multiprocessing import forkserver, util
+from typing import TypeAlias
 
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.finetune.plan.other_formats import with_values
 from thunder_memsave.finetune.plan.plan_run import plan_run
+from thunder_memsave.finetune.plan.search.asked import Asked
 from thunder_memsave.finetune.plan.search.forecast import Forecast
-from thunder_memsave.finetune.plan.search.search import Asked
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.measure.host_memory import free_host_bytes
 
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 _MOST_PROCESSES = 8
 _BYTES_OF_EACH = 6 << 30
 """What a plan of a 70B model may take, libraries included."""
+
+_Found: TypeAlias = Forecast | ThunderMemsaveError
 
 
 def num_processes() -> int:
@@ -40,10 +42,15 @@ class Planning:
 
     def __init__(self, config: RunConfig, num_at_once: int) -> None:
         """`num_at_once`: plans at the same time; one by itself is made in this process."""
-        self._config, self._pool = config, None
+        self._config = config
+        self._pool: ProcessPoolExecutor | None = None
+        self._begun: dict[Future[_Found], Asked] = {}
+        self._waiting: list[Asked] = []
+        """Runs that are planned in this process."""
         if num_at_once > 1:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__])
+            forkserver.ensure_running()  # loads libraries beside this process
             self._pool = ProcessPoolExecutor(
                 num_at_once,
                 mp_context=context,
@@ -51,21 +58,41 @@ class Planning:
                 max_tasks_per_child=1,
             )
 
-    def all(self, asked: Sequence[Asked]) -> list[Forecast | ThunderMemsaveError]:
-        """Plan all, and return for each what there is to say, or why it cannot be planned."""
-        if self._pool is None or len(asked) == 1:
-            return [_planned(self._config, each) for each in asked]
-        sent = [replace(each, setting=each.setting.as_plain) for each in asked]
+    def begin(self, asked: Asked) -> None:
+        """Begin to plan a run."""
+        if self._pool is None:
+            self._waiting.append(asked)
+            return
+        sent = replace(asked, setting=asked.setting.as_plain)
         try:
-            return list(self._pool.map(_planned, [self._config] * len(sent), sent))
+            self._begun[self._pool.submit(_planned, self._config, sent)] = asked
         except BrokenProcessPool:
-            _log.warning(
-                "a process ended while it planned, perhaps for want of memory; from here on plans are made one after "
-                "the other."
-            )
-            self.end()
-            self._pool = None
-            return self.all(asked)
+            self._go_on_alone()
+            self._waiting.append(asked)
+
+    def ended(self) -> tuple[Asked, _Found]:
+        """Wait for one of the plans that were begun, and return what there is to say, or why it cannot be made."""
+        if self._begun:
+            done, _ = wait(self._begun, return_when=FIRST_COMPLETED)
+            first = next(future for future in self._begun if future in done)
+            try:
+                found = first.result()
+            except BrokenProcessPool:
+                self._go_on_alone()
+            else:
+                return self._begun.pop(first), found
+        asked = self._waiting.pop(0)
+        return asked, _planned(self._config, asked)
+
+    def _go_on_alone(self) -> None:
+        _log.warning(
+            "a process ended while it planned, perhaps for want of memory; from here on plans are made one after the "
+            "other."
+        )
+        self._waiting += self._begun.values()
+        self._begun.clear()
+        self.end()
+        self._pool = None
 
     def end(self) -> None:
         """End the processes."""
@@ -87,7 +114,7 @@ def _ignore_interrupts() -> None:
     gc.disable()
 
 
-def _planned(config: RunConfig, asked: Asked) -> Forecast | ThunderMemsaveError:
+def _planned(config: RunConfig, asked: Asked) -> _Found:
     gc.collect()  # the traces of the plan before: Python's collector is off
     setting = asked.setting
     try:
@@ -96,6 +123,7 @@ def _planned(config: RunConfig, asked: Asked) -> Forecast | ThunderMemsaveError:
             device=setting.device,
             num_ranks=setting.num_ranks,
             has_curve=False,
+            has_few_layers=asked.has_few_layers,
         )
     except ThunderMemsaveError as error:
         return error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thunder_memsave.config import ShardingConfig
 from thunder_memsave.errors import BudgetError, ThunderMemsaveError
+from thunder_memsave.finetune.plan.search.asked import Asked, Judges, LeftOut
 from thunder_memsave.finetune.plan.search.axes import (
     Setting,
     micro_batch_sizes,
@@ -24,40 +25,15 @@ _ROOM = 0.5
 """Part of a budget that weights and states of the first setting may take; otherwise the roomiest is planned first."""
 _NOTICEABLE = 0.02
 """Part of a budget that fewer bits or copies save at least for a run with them to be planned."""
+_AS_IT_IS = "the run as it is"
+NUM_EXACT = 4
+"""First rows of the table that are planned exactly, where others are estimates."""
 _SURE = 0.8
 """Part of what an estimate counts beside weights and states: others shard and gather more or less of it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeftOut:
-    """A run without a plan, and why."""
-
-    change: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A run that is to be planned."""
-
-    values: Mapping[str, Any]
-    """Keys of the run file with their new values."""
-    setting: Setting
-
-
 _Try = Generator[Asked, Forecast | ThunderMemsaveError, None]
 """The plans of one setting, one after the other: asks for each, and is sent what was found."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judges:
-    """What a search asks of runs."""
-
-    plan_all: Callable[[Sequence[Asked]], Sequence[Forecast | ThunderMemsaveError]]
-    """Plans runs, at once if it can, and returns for each what there is to say, or why it cannot be planned."""
-    held_bytes: Callable[[Setting], int]
-    """Bytes of weights and optimizer states of each rank: no plan needs less."""
-    budget_bytes: Callable[[Setting], int | None]
 
 
 @dataclass(kw_only=True)
@@ -72,6 +48,8 @@ class Search:
     say: Callable[[str], None]
     num_at_once: int = 1
     """Settings that are tried together."""
+    estimates: bool = False
+    """Whether runs are planned with few of their layers at first, and only the best ones with all."""
     shows_devices: bool = False
     """Whether there are several, so that each run names its own."""
     shows_ranks: bool = False
@@ -79,28 +57,75 @@ class Search:
     """Runs that fit, in the order in which they were planned."""
     left_out: list[LeftOut] = field(default_factory=list)
     num_plans: int = 0
+    num_estimates: int = 0
+    _setting_of: list[tuple[Row, Setting]] = field(default_factory=list)
     _planned: list[tuple[Setting, int, Forecast]] = field(default_factory=list)
 
     def run(self, settings: Iterable[Setting]) -> None:
         """Try all settings, each with the micro-batches that may be faster.
 
-        Settings are tried in their order, `num_at_once` at a time, and learn of each other's plans when all that were
-        begun together are made.
+        Settings are begun in their order, `num_at_once` of them beside each other, and learn of the plans that are
+        made by then. Which ones are left out can so depend on how fast they are planned.
         """
+        self._find(settings)
+        if self.estimates:
+            self._plan_the_first()
+
+    def _find(self, settings: Iterable[Setting]) -> None:
         left = iter(self._roomiest_first(list(settings)))
         running: list[tuple[_Try, Asked]] = []
         most = 1  # the first alone, as it tells about the others
         while True:
             while len(running) < most and (setting := next(left, None)) is not None:
-                if (begun := _next(self._tried(setting))) is not None:
-                    running.append(begun)
+                self._begin(running, _next(self._tried(setting)))
             if not running:
                 return
-            found = self.judges.plan_all([asked for _, asked in running])
-            sent = zip(running, found, strict=True)
-            continued = [_next(each, answer) for (each, _), answer in sent]
-            running = [each for each in continued if each is not None]
+            ended, answer = self.judges.ended()
+            (found,) = [each for each, asked in running if asked is ended]
+            running = [(each, asked) for each, asked in running if asked is not ended]
+            self._begin(running, _next(found, answer))
             most = self.num_at_once
+
+    def _plan_the_first(self) -> None:
+        """Plan the first rows of the table with all layers, in the table's order, until all of them are plans."""
+        running: list[tuple[Row, Asked]] = []
+        while True:
+            rows = [row for row in self.ranked[:NUM_EXACT] if row.forecast.is_estimate]
+            begun = [row for row, _ in running]
+            for row in [row for row in rows if row not in begun][: self.num_at_once - len(begun)]:
+                self._say_plan(row.change)
+                (setting,) = [setting for each, setting in self._setting_of if each is row]
+                asked = Asked(row.values, setting)
+                self.judges.begin(asked)
+                running.append((row, asked))
+            if not running:
+                return
+            ended, made = self.judges.ended()
+            (row,) = [row for row, asked in running if asked is ended]
+            running = [(row, asked) for row, asked in running if asked is not ended]
+            self._know(row, made)
+
+    def _know(self, row: Row, made: Forecast | ThunderMemsaveError) -> None:
+        """Put a plan in the place of an estimate."""
+        self.found.remove(row)
+        if isinstance(made, ThunderMemsaveError):
+            if not row.values and not isinstance(made, BudgetError):  # the run itself
+                raise made
+            self.left_out.append(LeftOut(change=row.change, reason=str(made)))
+        elif not made.fits:
+            least = f"it needs {in_units(made.peak_bytes)} at least"
+            self.left_out.append(LeftOut(change=row.change, reason=least))
+        else:
+            self.found.append(replace(row, forecast=made))
+
+    def _say_plan(self, change: str) -> None:
+        self.num_plans += 1
+        self.say(f"plan {self.num_plans}: {change or _AS_IT_IS}")
+
+    def _begin(self, running: list[tuple[_Try, Asked]], begun: tuple[_Try, Asked] | None) -> None:
+        if begun is not None:
+            self.judges.begin(begun[1])
+            running.append(begun)
 
     def _tried(self, setting: Setting) -> _Try:
         try:
@@ -215,9 +240,12 @@ class Search:
             return None
         values = self._values(setting, num_rows)
         change = self._change(setting, values)
-        self.num_plans += 1
-        self.say(f"plan {self.num_plans}: {change or 'the run as it is'}")
-        made = yield Asked(values, setting)
+        if self.estimates:
+            self.num_estimates += 1
+            self.say(f"estimate {self.num_estimates}: {change or _AS_IT_IS}")
+        else:
+            self._say_plan(change)
+        made = yield Asked(values, setting, has_few_layers=self.estimates)
         if isinstance(made, ThunderMemsaveError):
             if not values and not isinstance(made, BudgetError):  # the run itself
                 raise made
@@ -225,26 +253,27 @@ class Search:
             return None
         self._planned.append((setting, num_rows, made))
         if not made.fits:
-            least = f"it needs {in_units(made.peak_bytes)} at least"
+            word = "about " if made.is_estimate else ""
+            least = f"it needs {word}{in_units(made.peak_bytes)} at least"
             self._leave_out(setting, num_rows, least)
             return made
-        self.found.append(
-            Row(
-                change=change,
-                values=values,
-                device=setting.device.name,
-                num_ranks=setting.num_ranks,
-                keeps_numbers=setting.keeps_numbers,
-                forecast=made,
-            )
+        row = Row(
+            change=change,
+            values=values,
+            device=setting.device.name,
+            num_ranks=setting.num_ranks,
+            keeps_numbers=setting.keeps_numbers,
+            forecast=made,
         )
+        self.found.append(row)
+        self._setting_of.append((row, setting))
         return made
 
     def _needless(self, setting: Setting, num_rows: int) -> str | None:
         """Say why planned runs make a plan of this one needless; None: they do not."""
         better = self._no_slower(setting, num_rows)
         if better is not None:
-            return f"it cannot be faster than {better or 'the run as it is'}"
+            return f"it cannot be faster than {better or _AS_IT_IS}"
         return self._saves_little(setting, num_rows)
 
     def _too_many_bytes(self, setting: Setting, num_rows: int) -> int | None:
@@ -274,7 +303,7 @@ class Search:
                 continue
             saved = self.judges.held_bytes(other) - held
             if saved < _NOTICEABLE * budget and (made.fits or made.peak_bytes - saved > budget):
-                change = self._change(other, self._values(other, rows)) or "the run as it is"
+                change = self._change(other, self._values(other, rows)) or _AS_IT_IS
                 return f"it holds only {in_units(saved)} less than {change}"
         return None
 

@@ -9,13 +9,16 @@ from collections.abc import Collection
 from pathlib import Path
 
 from thunder_memsave.errors import DOES_NOT_FIT
+from thunder_memsave.finetune.model.build import describe_model
+from thunder_memsave.finetune.plan.few_layers import has_many_layers
 from thunder_memsave.finetune.plan.other_formats import HeldBytes, with_values
 from thunder_memsave.finetune.plan.plan_run import budget_of
+from thunder_memsave.finetune.plan.search.asked import Judges
 from thunder_memsave.finetune.plan.search.axes import Setting, settings_of
 from thunder_memsave.finetune.plan.search.best_file import write_best
 from thunder_memsave.finetune.plan.search.options import SearchOptions
 from thunder_memsave.finetune.plan.search.planning import Planning, num_processes
-from thunder_memsave.finetune.plan.search.search import Judges, Search
+from thunder_memsave.finetune.plan.search.search import Search
 from thunder_memsave.finetune.plan.search.table import search_json, search_table
 from thunder_memsave.finetune.run_file.batch_sizes import batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
@@ -46,6 +49,7 @@ class SearchRun:
             in_all=batch_sizes(config.train, world_size=num_ranks[0]).global_batch_size,
             judges=_judges(config, planning),
             num_at_once=num_at_once,
+            estimates=has_many_layers(describe_model(config)),
             say=_say,
             shows_devices=len(options.devices) > 1,
             shows_ranks=len(num_ranks) > 1,
@@ -116,7 +120,12 @@ def _judges(config: RunConfig, planning: Planning) -> Judges:
     def budget_bytes(setting: Setting) -> int | None:
         return budget_of(with_values(config, setting.values).of_strategy, setting.device)
 
-    return Judges(plan_all=planning.all, held_bytes=held_bytes, budget_bytes=budget_bytes)
+    return Judges(
+        begin=planning.begin,
+        ended=planning.ended,
+        held_bytes=held_bytes,
+        budget_bytes=budget_bytes,
+    )
 
 
 def _say(text: str) -> None:

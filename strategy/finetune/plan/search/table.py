@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from thunder_memsave.finetune.plan.few_layers import NUM
+from thunder_memsave.finetune.plan.search.asked import LeftOut
 from thunder_memsave.finetune.plan.search.forecast import Row
-from thunder_memsave.finetune.plan.search.search import LeftOut, Search
+from thunder_memsave.finetune.plan.search.search import Search
 from thunder_memsave.planner.report.explain import in_units, table
 
 _CHANGED = "*"
+_ABOUT = "~"
 _AS_IT_IS = "(the run as it is)"
 
 
@@ -22,7 +25,9 @@ def search_table(search: Search, *, num_tokens: int | None, price: float | None)
         price: Of a device for an hour; None: without a column of costs.
     """
     rows = search.ranked
-    plans = f"{search.num_plans} plan{'' if search.num_plans == 1 else 's'}"
+    plans = _number(search.num_plans, "plan")
+    if search.num_estimates:
+        plans = f"{_number(search.num_estimates, 'estimate')} and {plans}"
     if not rows:
         return f"no run was found that fits, in {plans}.{_nearest(search.left_out)}"
     per = "the run" if num_tokens else "1M tokens"
@@ -40,21 +45,30 @@ def search_table(search: Search, *, num_tokens: int | None, price: float | None)
             f"{_CHANGED} stores weights or states in other formats, which changes the numbers; all others compute "
             "those of the run as it is."
         )
+    if any(row.forecast.is_estimate for row in rows):
+        lines.append(
+            f"{_ABOUT}: estimated from {NUM} of the model's layers; `thunder-memsave plan` with that change is exact."
+        )
     return "\n".join(lines)
+
+
+def _number(count: int, name: str) -> str:
+    return f"{count} {name}{'' if count == 1 else 's'}"
 
 
 def _cells(number: int, row: Row, num_tokens: int | None, price: float | None) -> list[str]:
     forecast, hours = row.forecast, row.hours(num_tokens)
     of = "" if forecast.budget_bytes is None else f" of {in_units(forecast.budget_bytes)}"
+    about = _ABOUT if forecast.is_estimate else ""
     cells = [
         f"{number}{'' if row.keeps_numbers else _CHANGED}",
         row.change or _AS_IT_IS,
-        f"{in_units(forecast.peak_bytes)}{of}",
-        f"{forecast.recompute_share:.1%}",
-        f"{forecast.tokens_per_s:,.0f}",
-        f"{hours:.3g}",
+        f"{about}{in_units(forecast.peak_bytes)}{of}",
+        f"{about}{forecast.recompute_share:.1%}",
+        f"{about}{forecast.tokens_per_s:,.0f}",
+        f"{about}{hours:.3g}",
     ]
-    return cells if price is None else [*cells, f"{_cost(row, hours, price):.3g}"]
+    return cells if price is None else [*cells, f"{about}{_cost(row, hours, price):.3g}"]
 
 
 def _cost(row: Row, hours: float, price: float) -> float:
@@ -72,6 +86,7 @@ def search_json(search: Search, *, num_tokens: int | None, price: float | None) 
     """Return the runs as plain values."""
     return {
         "num_plans": search.num_plans,
+        "num_estimates": search.num_estimates,
         "tokens_of_hours": num_tokens or 1_000_000,
         "rows": [_row_json(row, num_tokens, price) for row in search.ranked],
         "left_out": [{"change": each.change, "reason": each.reason} for each in search.left_out],
@@ -85,6 +100,7 @@ def _row_json(row: Row, num_tokens: int | None, price: float | None) -> dict[str
         "device": row.device,
         "world_size": row.num_ranks,
         "keeps_numbers": row.keeps_numbers,
+        "is_estimate": forecast.is_estimate,
         "peak_bytes": forecast.peak_bytes,
         "budget_bytes": forecast.budget_bytes,
         "recompute_share": forecast.recompute_share,

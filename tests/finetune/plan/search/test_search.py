@@ -6,8 +6,9 @@ import json
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from thunder_memsave.finetune.plan import plan_command
 from thunder_memsave.finetune.plan.other_formats import with_values
 from thunder_memsave.finetune.plan.plan_run import plan_run
 from thunder_memsave.finetune.plan.search import planning, search_command
+from thunder_memsave.finetune.plan.search.asked import Asked, Judges
 from thunder_memsave.finetune.plan.search.axes import Setting, settings_of
 from thunder_memsave.finetune.plan.search.forecast import Forecast
 from thunder_memsave.finetune.plan.search.options import SearchOptions, search_options
 from thunder_memsave.finetune.plan.search.search import (
     MOST_ROWS,
-    Asked,
-    Judges,
+    NUM_EXACT,
     Search,
     shown,
 )
@@ -57,8 +58,13 @@ class Machine:
     refused: frozenset[str] = frozenset()
     undivided: frozenset[int] = frozenset()
     """Numbers of ranks that the weights cannot be divided into."""
+    running: list[Asked] = field(default_factory=list)
+    error: float = 1.0
+    """By how much estimates are too fast."""
+    exact: list[dict[str, Any]] = field(default_factory=list)
+    """Those that were planned with all layers."""
     at_once: list[int] = field(default_factory=list)
-    """How many plans were asked for together."""
+    """How many plans were made beside each other when one was begun."""
 
     def held_bytes(self, setting: Setting) -> int:
         if setting.num_ranks in self.undivided:
@@ -90,20 +96,29 @@ class Machine:
             tokens_per_s=1e6 * setting.num_ranks / us_per_row,
         )
 
-    def plan_all(self, asked: Sequence[Asked]) -> list[Forecast | ThunderMemsaveError]:
-        self.at_once.append(len(asked))
-        found: list[Forecast | ThunderMemsaveError] = []
-        for each in asked:
-            try:
-                found.append(self.plan(each.values, each.setting))
-            except ThunderMemsaveError as error:
-                found.append(error)
-        return found
+    def begin(self, asked: Asked) -> None:
+        self.running.append(asked)
+        self.at_once.append(len(self.running))
+
+    def ended(self) -> tuple[Asked, Forecast | ThunderMemsaveError]:
+        """End the plan that was begun last, as if it were the quickest."""
+        asked = self.running.pop()
+        if not asked.has_few_layers:
+            self.exact.append({k: shown(v) for k, v in asked.values.items()})
+        try:
+            made = self.plan(asked.values, asked.setting)
+            if not asked.has_few_layers:
+                return asked, made
+            speed = self.error * made.tokens_per_s
+            return asked, replace(made, tokens_per_s=speed, is_estimate=True)
+        except ThunderMemsaveError as error:
+            return asked, error
 
     def search(self, *axes: str, num_ranks: tuple[int, ...] = (1,), **more: Any) -> Search:
         said: list[str] = []
         judges = Judges(
-            plan_all=self.plan_all,
+            begin=self.begin,
+            ended=self.ended,
             held_bytes=self.held_bytes,
             budget_bytes=lambda setting: self.budget_bytes,
         )
@@ -113,7 +128,7 @@ class Machine:
         )
         devices = [DEVICES["h100"]]
         found.run(settings_of(self.config, axes=chosen, num_ranks=num_ranks, devices=devices))
-        assert len(said) == found.num_plans == len(self.planned)
+        assert len(said) == found.num_plans + found.num_estimates == len(self.planned)
         return found
 
 
@@ -145,9 +160,80 @@ def test_settings_are_planned_together_with_the_same_result(config: RunConfig) -
     together = three.search("sharding", "frozen_weights", num_ranks=(4,), num_at_once=3)
     assert set(one.at_once) == {1}
     assert three.at_once[0] == 1  # what it finds tells about the others
+    assert three.running == []
     assert max(three.at_once) == 3
     assert together.ranked[0] == alone.ranked[0]
     assert {row.change for row in together.found} >= {row.change for row in alone.found}
+
+
+@pytest.mark.parametrize("num_at_once", [1, 3])
+def test_the_first_rows_of_estimates_are_planned_exactly(
+    config: RunConfig, num_at_once: int
+) -> None:
+    machine = Machine(config, bytes_per_row=20 * GIB, error=1.02)
+    found = machine.search(
+        "micro_batch_size", "frozen_weights", estimates=True, num_at_once=num_at_once
+    )
+    assert NUM_EXACT <= found.num_plans == len(machine.exact) < found.num_estimates
+    first = found.ranked[:NUM_EXACT]
+    assert not any(row.forecast.is_estimate for row in first)
+    assert any(row.forecast.is_estimate for row in found.ranked)
+    shown_table = search_table(found, num_tokens=None, price=None)
+    assert f"{found.num_estimates} estimates and {found.num_plans} plans" in shown_table
+    assert "~: estimated from 8 of the model's layers" in shown_table
+    rows = search_json(found, num_tokens=None, price=None)["rows"]
+    assert [r["is_estimate"] for r in rows] == [r.forecast.is_estimate for r in found.ranked]
+
+
+def test_a_run_that_fits_by_estimate_alone_is_left_out(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(config, bytes_per_row=20 * GIB)
+    plan, refused = machine.plan, {"train.micro_batch_size": "4"}
+
+    def plan_or_refuse(values: Mapping[str, Any], setting: Setting) -> Forecast:
+        made = plan(values, setting)
+        if machine.exact and machine.exact[-1] == refused:
+            return replace(made, fits=False, peak_bytes=90 * GIB)
+        return made
+
+    monkeypatch.setattr(machine, "plan", plan_or_refuse)
+    found = machine.search("micro_batch_size", estimates=True)
+    assert refused in machine.exact
+    assert "--train.micro_batch_size=4" not in [row.change for row in found.found]
+    assert found.left_out[-1].reason == "it needs 90.00 GiB at least"
+
+
+def test_an_error_of_an_exact_plan_is_the_runs_or_a_reason(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(refused: Mapping[str, Any]) -> Search:
+        machine = Machine(config, bytes_per_row=20 * GIB)
+        plan = machine.plan
+
+        def plan_or_raise(values: Mapping[str, Any], setting: Setting) -> Forecast:
+            if machine.exact and values == refused:
+                raise ConfigError("no such kernel.", key="model.dtype")
+            return plan(values, setting)
+
+        monkeypatch.setattr(machine, "plan", plan_or_raise)
+        judges = Judges(
+            begin=machine.begin,
+            ended=machine.ended,
+            held_bytes=machine.held_bytes,
+            budget_bytes=lambda _: 80 * GIB,
+        )
+        axes = ("micro_batch_size",)
+        found = Search(
+            config=config, axes=axes, in_all=32, judges=judges, say=lambda _: None, estimates=True
+        )
+        devices = [DEVICES["h100"]]
+        found.run(settings_of(config, axes=axes, num_ranks=(1,), devices=devices))
+        return found
+
+    assert "no such kernel" in search({"train.micro_batch_size": 4}).left_out[-1].reason
+    with pytest.raises(ConfigError, match="no such kernel"):
+        search({})
 
 
 def test_rows_that_cannot_fit_are_not_planned(config: RunConfig) -> None:
@@ -347,19 +433,46 @@ def test_other_processes_plan_what_this_one_does(
         Asked(settings[0].values, settings[0]),
         Asked({"train.micro_batch_size": 3}, settings[0]),  # which 32 rows are no multiple of
     ]
-    here, there = planning.Planning(config, 1).all(asked), planning.Planning(config, 2)
-    assert [type(each) for each in here] == [Forecast, ConfigError]
+    here, there = planning.Planning(config, 1), planning.Planning(config, 2)
+    found = all_of(here, asked)
+    assert [type(each) for each in found] == [Forecast, ConfigError]
     try:
-        assert [str(each) for each in there.all(asked)] == [str(each) for each in here]
+        assert [str(each) for each in all_of(there, asked)] == [str(each) for each in found]
     finally:
         there.end()
 
-    def broken(*_: object) -> None:
-        raise BrokenProcessPool
 
-    monkeypatch.setattr(there._pool, "map", broken)
+def all_of(
+    plans: planning.Planning, asked: Sequence[Asked]
+) -> list[Forecast | ThunderMemsaveError]:
+    for each in asked:
+        plans.begin(each)
+    ended = [plans.ended() for _ in asked]
+    return [answer for each in asked for of, answer in ended if of is each]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_plans_are_made_here_when_a_process_was_killed(
+    config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    begins: bool,
+) -> None:
+    settings = settings_of(config, axes=("sharding",), num_ranks=[2], devices=[DEVICES["h100"]])
+    asked = [Asked(settings[0].values, settings[0]), Asked({}, settings[0])]
+
+    def submit(*_: object) -> Future[Any]:
+        if not begins:
+            raise BrokenProcessPool
+        broken: Future[Any] = Future()
+        broken.set_exception(BrokenProcessPool())
+        return broken
+
+    plans = planning.Planning(config, 2)
+    monkeypatch.setattr(plans._pool, "submit", submit)
     monkeypatch.setattr(planning, "_planned", lambda _, each: each)
-    assert len(there.all(asked)) == len(asked)
+    found: Sequence[object] = all_of(plans, asked)
+    assert found == asked
     assert "plans are made one after the other" in caplog.text
 
 

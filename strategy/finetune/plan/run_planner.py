@@ -1,0 +1,138 @@
+"""Plans one call of a run for absent ranks, and goes on with the smallest plan where none fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from typing_extensions import override
+
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.offload.last_resort import LastResort, States
+from thunder_memsave.budget.offload.terms import offload_terms
+from thunder_memsave.budget.plan_request import Question
+from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
+from thunder_memsave.budget.ways import Way
+from thunder_memsave.config import StrategyConfig
+from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.finetune.plan.fp8_planned import by_transformer_engine
+from thunder_memsave.passes.step import S, Step
+from thunder_memsave.planner.graph import Device, StepMemory
+from thunder_memsave.planner.search.solve import pareto
+from thunder_memsave.progress import stage
+
+_SMALLEST_S = 3.0
+"""CPU seconds to search for the smallest budget of a run that fits; one that does not is searched for longer."""
+_CURVE_S = 3.0
+
+
+class RunPlanner(MemoryPlanner):
+    """Plans without other ranks to agree with, and continues with the smallest plan if the budget is too small."""
+
+    def __init__(
+        self,
+        strategy: StrategyConfig,
+        device: Device,
+        budget_bytes: int | None,
+        data_parallel: DataParallel | None,
+        memory: StepMemory,
+        states: States,
+    ) -> None:
+        """Store what limits plans.
+
+        Args:
+            strategy: Its keys of memory and fp8.
+            device: Of each rank.
+            budget_bytes: Of a step; None: no limit.
+            data_parallel: Ranks that are not there; None: there is one.
+            memory: What a step holds beside the call.
+            states: The optimizer's, as they would be on the host.
+        """
+        super().__init__(
+            strategy.memory,
+            device=device,
+            budget_bytes=budget_bytes,
+            step_memory=lambda: memory,
+            device_type="" if device.name == "cpu" else "cuda",
+            by_transformer_engine=by_transformer_engine(strategy.fp8, device),
+            offload=offload_terms(strategy.memory, device, free_bytes=device.host_memory_bytes),
+            last_resort=LastResort.of(
+                strategy.memory, device, states, free_bytes=device.host_memory_bytes
+            ),
+        )
+        self.refusal: BudgetError | None = None
+        self._attempt: Attempt | None = None
+        self._sharding = "none" if data_parallel is None else data_parallel.mode
+
+    @property
+    @override
+    def _mode(self) -> str:
+        return self._sharding
+
+    @override
+    def planned(self, traces: S, *, steps: Sequence[Step[S]], arguments: Arguments) -> S:
+        """As `MemoryPlanner` does; where the budget is too small, with the smallest plan."""
+        # The module's own tensors hold nothing; the trace knows their shapes.
+        arguments = replace(arguments, tensors={})
+        return super().planned(traces, steps=steps, arguments=arguments)
+
+    @override
+    def _planned(self, attempt: Attempt) -> PlannedCall:
+        self._attempt = attempt
+        try:
+            return super()._planned(attempt)
+        except BudgetError as error:
+            if error.smallest_plan is None:
+                raise
+            assert self.refused is not None
+            self.refusal = error
+            smallest = replace(error.smallest_plan, budget_bytes=error.smallest_bytes)
+            found = self.refused.run.call
+            call = replace(found, plan=smallest)
+            call.replayed.update(found.replayed)
+            return call
+
+    @property
+    def call(self) -> PlannedCall:
+        """The only call that was planned."""
+        (call,) = self.calls
+        return call
+
+    @property
+    def _smallest_s(self) -> float:
+        return _SMALLEST_S
+
+    def smallest_bytes(self, *, counts_tiles: bool) -> int:
+        """Return the smallest budget for which a plan is found."""
+        stage("smallest budget")
+        if self.refusal is not None:
+            assert self.refusal.smallest_bytes is not None
+            return self.refusal.smallest_bytes
+        asked, first = [self._last], self._attempt
+        if counts_tiles and first is not None and not self.call.is_tiled:
+            tiled = first.in_way(Way(is_tiled=True))
+            other = None if tiled is None else self._question(tiled, None)
+            asked += [] if other is None else [other.narrowed or other]
+        found = [each.smallest_bytes(time_limit_s=self._smallest_s) for each in asked]
+        return min(self.call.profile.peak_bytes, *found)
+
+    def curve(self, smallest_bytes: int) -> tuple[tuple[int, float], ...]:
+        """Return a lower bound of each budget's cost, from the smallest budget on."""
+        stage("other budgets")
+        asked = self._last
+        points = pareto(
+            asked.graph,
+            costs_us=asked.costs_us,
+            memory=asked.memory,
+            pinned=asked.pinned,
+            generator_state_bytes=asked.generator_state_bytes,
+            time_limit_s=_CURVE_S,
+        )
+        return tuple(point for point in points if point[0] >= smallest_bytes)
+
+    @property
+    def _last(self) -> Question:
+        """The last planning problem, narrowed to the choices that find the smallest plan sooner, if it was."""
+        assert self._asked is not None, "a call was planned"
+        return self._asked.narrowed or self._asked

@@ -1,0 +1,130 @@
+"""Thunder's trees and signatures are what they were; without the work-around it still finds them out again."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from thunder.core import prims, pytree, symbol
+from thunder.core.proxies import NumberProxy
+from thunder.core.trace import TraceCtx, tracectx
+
+from thunder_memsave.compat import repeated_thunder_work
+
+CANARY = """
+import inspect
+from thunder_memsave import compat
+with compat.removed_names(), compat.hidden_transformer_engine.hide():
+    from thunder.core import prims, pytree, symbol
+walks, asked = [], []
+walk, signature = pytree.tree_map, inspect.signature
+pytree.tree_map = lambda *args: walks.append(1) or walk(*args)
+inspect.signature = lambda meta: asked.append(1) or signature(meta)
+symbol.tree_flatten_with_dataclass((1, 2))
+for _ in range(2):
+    prims.python_del.normalize(1)
+print(len(walks), len(asked))
+"""
+
+
+@dataclass
+class Box:
+    inside: Any
+
+
+@dataclass
+class Late:
+    inside: Any
+
+
+class Leaf:
+    """No dataclass."""
+
+
+def test_canary_thunder_walks_twice_and_asks_each_time() -> None:
+    ran = subprocess.run([sys.executable, "-c", CANARY], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["1", "2"], "Thunder mended it: delete the work-around"
+
+
+def test_the_work_around_is_at_work() -> None:
+    assert symbol.tree_flatten_with_dataclass is pytree.tree_flatten_with_dataclass
+    assert symbol.tree_flatten_with_dataclass.__module__ == repeated_thunder_work.__name__
+    repeated_thunder_work.apply()
+    assert symbol.tree_flatten_with_dataclass.__module__ == repeated_thunder_work.__name__
+
+
+TREES = [
+    (),
+    (1, None, {"a": [2.0, (3, torch.float32)]}),
+    [None],
+    {"b": 1, "a": (None,)},
+    7,
+    None,
+    torch.Size((2, 3)),
+    ((torch.Size((2, 3)), slice(1, None)), {}),
+    (Leaf, Box),
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=repr)
+def test_leaves_and_structure_are_thunders(tree: Any) -> None:
+    leaves, spec = symbol.tree_flatten_with_dataclass(tree)
+    wanted, of_wanted = pytree.tree_flatten(tree)
+    assert (leaves, spec) == (wanted, of_wanted)
+    assert pytree.tree_unflatten(leaves, spec) == pytree.tree_unflatten(wanted, of_wanted)
+
+
+def test_a_dataclass_is_looked_into_wherever_it_is_and_whenever_it_is_first_seen() -> None:
+    for tree in (Box(3), (Box(3),), [{"a": Box(3)}], Box(Box(3))):
+        leaves, spec = symbol.tree_flatten_with_dataclass(tree)
+        assert leaves == [3]
+        assert pytree.tree_unflatten(leaves, spec) == tree
+    assert symbol.tree_flatten_with_dataclass((Box(Late(4)), 5))[0] == [4, 5]
+
+
+def test_what_is_no_tree_is_refused_as_before() -> None:
+    with pytest.raises(TypeError, match="is not supported"):
+        symbol.tree_flatten_with_dataclass(Leaf())
+
+
+def test_arguments_get_their_defaults() -> None:
+    args, kwargs = prims.python_del.normalize(1, 2)
+    assert (args, kwargs) == ((1, 2), {})
+    assert prims.full.normalize((2,), 1.0, device="cpu", dtype="float32")[0][:2] == ((2,), 1.0)
+    with pytest.raises(TypeError):
+        prims.full.normalize()
+
+
+def test_functions_are_not_kept() -> None:
+    def meta(a: int, b: int = 2) -> None: ...
+
+    sym = symbol.Symbol(name="own", meta=meta, id="own")
+    assert sym.normalize(1) == ((1, 2), {})
+    of_meta = weakref.ref(meta)
+    del meta, sym
+    gc.collect()
+    assert of_meta() is None
+
+
+def test_a_function_without_weak_references_is_asked_each_time() -> None:
+    class Meta:
+        __slots__ = ()
+
+        def __call__(self, a: int, b: int = 2) -> None: ...
+
+    sym = symbol.Symbol(name="own", meta=Meta(), id="own")
+    assert sym.normalize(1) == ((1, 2), {})
+
+
+def test_proxies_in_a_trace_are_found() -> None:
+    trace = TraceCtx()
+    with tracectx(trace):
+        a = NumberProxy("a", 1, python_type=int)
+        bsym = prims.python_del.bind(a, output=None)
+    assert [p.name for p in bsym.flat_proxy_args] == ["a"]
