@@ -327,10 +327,8 @@ class MemoryPlanner:
         if at_once.more_bytes > 0:
             return at_once
         # What the allocator takes beside tensors, it takes beside those in flight too.
-        peak_bytes = budget_bytes + at_once.more_bytes
-        beside_bytes = largest(peak_bytes - at_once.call.profile.peak_bytes, self._data_parallel)
-        left = at_once.call.room(budget_bytes - max(beside_bytes, 0))
-        room = least_room(left, self._data_parallel)
+        beside_bytes = max(at_once.limited_bytes - at_once.call.profile.peak_bytes, 0)
+        room = least_room(at_once.call.room(budget_bytes - beside_bytes), self._data_parallel)
         for _ in range(_MOST_ROOMS):
             run = self._run(attempt, plan, room, budget_bytes)
             if run.more_bytes <= 0:
@@ -355,7 +353,8 @@ class MemoryPlanner:
         call, limited_bytes = together(make, self._data_parallel, error_elsewhere=OtherRankError)
         if budget_bytes is None:
             return Run(call, room)
-        return Run(call, room, largest(limited_bytes - budget_bytes, self._data_parallel))
+        more_bytes = largest(limited_bytes - budget_bytes, self._data_parallel)
+        return Run(call, room, more_bytes, limited_bytes)
 
     def _agreement(self, attempt: Attempt) -> str:
         return structure_of(attempt.graph)

@@ -29,6 +29,8 @@ class Run:
     """Bytes for collectives in flight; equal on all ranks."""
     more_bytes: int = 0
     """Bytes beyond the budget, on the rank that needs the most; negative if there is room."""
+    limited_bytes: int = 0
+    """Bytes of this rank that the budget limits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,7 @@ class Communicating:
     """Stands in for an attempt, and records the rooms with which it ran."""
 
     communicates = True
+    collective_bytes = 50
     rooms: list[Room | None] = field(default_factory=list)
 
     def run(self, plan: Any, room: Room | None) -> Call:
@@ -144,14 +146,23 @@ class Communicating:
 
 
 def within(
-    monkeypatch: pytest.MonkeyPatch, budget_bytes: int, *others: int, takes: int = -1
+    monkeypatch: pytest.MonkeyPatch,
+    budget_bytes: int,
+    *others: int,
+    takes: int = -1,
+    beside_bytes: int = 0,
 ) -> list[int | str]:
     """Return the bytes of the rooms that are tried, if another rank needs `others` more bytes in each.
 
-    `takes`: which of them is taken; the last unless given.
+    `takes`: which of them is taken; the last unless given. `beside_bytes`: what the allocator takes beside tensors.
     """
     more = iter(others)
     planner, attempt = planner_of(budget_bytes), Communicating()
+
+    def limited(call: Call) -> int:
+        return int(call.profile.peak_bytes) + beside_bytes
+
+    monkeypatch.setattr(planner, "_limited_bytes", limited)
     monkeypatch.setattr(memory_planner, "largest", lambda nbytes, _: nbytes + next(more))
     run = planner._within(attempt, None, budget_bytes)  # type: ignore[arg-type]
     assert run.room is attempt.rooms[takes]
@@ -170,6 +181,25 @@ def test_where_no_room_holds_on_all_ranks_nothing_is_in_flight(
 ) -> None:
     tried = within(monkeypatch, 200, 0, 0, 30, 40, 50, takes=1)
     assert tried == ["any", "none", 100, 70, 60]
+
+
+def test_room_is_what_the_allocator_leaves_beside_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = within(monkeypatch, 200, 0, 0, 0, beside_bytes=30)
+    assert tried == ["any", "none", 70]
+
+
+def test_a_plan_near_its_target_is_limited_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, attempt = planner_of(200), Communicating()
+    plan = SimpleNamespace(predicted_peak_bytes=100)
+
+    def rooms(target_bytes: int) -> list[Room | None]:
+        attempt.rooms.clear()
+        planner._within(attempt, plan, 200, target_bytes=target_bytes)  # type: ignore[arg-type]
+        return [attempt.rooms[0]]
+
+    monkeypatch.setattr(planner, "_limited_bytes", lambda call: call.profile.peak_bytes)
+    assert rooms(150) == [None]
+    assert rooms(149) == [NO_ROOM]
 
 
 def test_where_one_rank_has_no_room_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
