@@ -126,5 +126,7 @@ def _planned(config: RunConfig, asked: Asked) -> _Found:
             has_few_layers=asked.has_few_layers,
         )
     except ThunderMemsaveError as error:
+        if asked.has_few_layers:  # the whole says what is wrong, if it is
+            return _planned(config, replace(asked, has_few_layers=False))
         return error
     return Forecast.of_plan(made)
