@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from thunder_memsave.errors import BudgetError, ThunderMemsaveError
+from thunder_memsave.errors import BudgetError, CaptureError, ThunderMemsaveError
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.plan import plan_command
 from thunder_memsave.finetune.plan.other_formats import with_values
@@ -440,6 +440,24 @@ def test_other_processes_plan_what_this_one_does(
         assert [str(each) for each in all_of(there, asked)] == [str(each) for each in found]
     finally:
         there.end()
+
+
+def test_where_few_layers_cannot_be_planned_all_are(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (setting, *_) = settings_of(config, axes=(), num_ranks=[1], devices=[DEVICES["h100"]])
+    tried: list[bool] = []
+
+    def plan(*_: Any, has_few_layers: bool, **__: Any) -> Any:
+        tried.append(has_few_layers)
+        raise CaptureError("it reads the number of its layers.")
+
+    monkeypatch.setattr(planning, "plan_run", plan)
+    plans = planning.Planning(config, 1)
+    asked = Asked({}, setting, has_few_layers=True)
+    (found,) = all_of(plans, [asked])
+    assert isinstance(found, CaptureError)
+    assert tried == [True, False]
 
 
 def all_of(
