@@ -129,7 +129,7 @@ class CallCompiler:
         with collector(runs=False):  # it would go through all traces again and again
             compiled = self._compiled(module, call, name, reason)
         if gc.isenabled():
-            gc.collect()  # garbage that may hold tensors
+            gc.collect(0)  # what was made meanwhile alone: garbage may hold tensors
         return compiled
 
     def _compiled(self, module: nn.Module, call: Call, name: str, reason: str) -> Compiled:
