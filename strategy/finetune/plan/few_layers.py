@@ -8,7 +8,7 @@ leaves beside the constant in proportion to their number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from thunder_memsave.finetune.plan.run_planner import RunPlanner
 from thunder_memsave.frontend.few_layers.equal_modules import differences
 from thunder_memsave.frontend.few_layers.plain_loops import LayerList, longest_list
 from thunder_memsave.passes.overlap.room import NO_ROOM
-from thunder_memsave.planner.graph import Device, Plan, Program, Step
+from thunder_memsave.planner.graph import Device, Plan, Program
 from thunder_memsave.planner.order import generator_state_bytes, order
 from thunder_memsave.planner.report.step_work import sustained_us
 from thunder_memsave.planner.simulate import Profile, simulate
@@ -36,7 +36,6 @@ _OF_TENSORS = 0.97
 """Part of a budget of reserved bytes that tensors usually take."""
 _NEAR = 0.02
 """Part of a peak by which a plan may exceed its budget, as later passes move the peak."""
-_WEIGHTS = ("parameter",)
 _HELD = ("accumulated", "optimizer")
 _OF_TRAINED = (*_HELD, "gradient", "update")
 _OTHERS = ("buffer", "other", "batch")
@@ -102,7 +101,8 @@ class FewLayers:
             num_forward: Its steps before backward.
         """
         kinds = profile.peak_bytes_by_kind
-        weights, trained = (sum(kinds.get(k, 0) for k in of) for of in (_WEIGHTS, _OF_TRAINED))
+        weights = kinds.get("parameter", 0)
+        trained = sum(kinds.get(kind, 0) for kind in _OF_TRAINED)
         growing = self.of_weights * weights + self.of_trained * trained
         if profile.peak_step < len(profile.step_peak_bytes):  # in the update no activation is left
             held = weights + sum(kinds.get(k, 0) for k in (*_HELD, *_OTHERS))
@@ -133,7 +133,9 @@ class FewLayers:
         """
         outside: dict[str, list[float]] = {}
         layers = [0.0] * NUM
-        for step in _counted(program.steps):
+        for step in program.steps:
+            if step.op.repeat == "free" or step.is_repeated:
+                continue
             us = sustained_us(step.op, device)
             match = self._in_layer.match(step.op.module)
             if match is None:
@@ -153,10 +155,6 @@ class FewLayers:
     @property
     def _in_layer(self) -> re.Pattern[str]:
         return re.compile(rf"(?:.*\.)?{re.escape(self.path)}\.(\d+)(?:\.|$)")
-
-
-def _counted(steps: Sequence[Step]) -> Iterator[Step]:
-    return (s for s in steps if s.op.repeat != "free" and not s.is_repeated)
 
 
 def _part_in(path: str, weights: Sequence[tuple[str, nn.Parameter]]) -> float:

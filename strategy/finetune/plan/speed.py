@@ -22,6 +22,12 @@ def micro_batch_us(made: RunPlan) -> float:
     return computing_us + waits_us(made)
 
 
+def again_us(made: RunPlan) -> float:
+    """Return what of that is recomputation, the free wins included."""
+    steps = (s for s in made.call.program.steps if s.op.repeat != "free" and s.is_repeated)
+    return sum(sustained_us(step.op, made.device) for step in steps)
+
+
 def waits_us(made: RunPlan) -> float:
     """Return what of that is waiting for copies."""
     exposed_us = 0.0 if made.call.time is None else made.call.time.exposed_us

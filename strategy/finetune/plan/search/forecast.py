@@ -9,14 +9,15 @@ from typing import Any
 from thunder_memsave.finetune.plan.few_layers import FewLayers
 from thunder_memsave.finetune.plan.other_formats import Known
 from thunder_memsave.finetune.plan.plan_run import RunPlan
+from thunder_memsave.finetune.plan.search.axes import Setting
 from thunder_memsave.finetune.plan.speed import (
+    again_us,
     micro_batch_us,
     states_us,
     tokens_of,
     tokens_per_s,
     waits_us,
 )
-from thunder_memsave.planner.report.step_work import sustained_us
 
 _TOKENS = 1_000_000
 _MAY_FIT = 1.1
@@ -60,16 +61,14 @@ class Forecast:
         """Return what there is to say of a plan."""
         if made.few_layers is not None:
             return cls._of_few(made, made.few_layers)
-        known, call = Known.of_plan(made), made.call
-        steps = [step for step in call.program.steps if step.op.repeat != "free"]
-        again_us = sum(sustained_us(step.op, made.device) for step in steps if step.is_repeated)
+        known = Known.of_plan(made)
         return cls(
             fits=made.fits,
             peak_bytes=known.peak_bytes,
             budget_bytes=made.budget_bytes,
             constant_bytes=min(known.of(*_OF_WEIGHTS), made.smallest_bytes),
             least_bytes=made.smallest_bytes,
-            recompute_share=again_us / micro_batch_us(made),
+            recompute_share=again_us(made) / micro_batch_us(made),
             recomputes_for_budget=_adds_time(made),
             tokens_per_s=tokens_per_s(made),
         )
@@ -78,9 +77,7 @@ class Forecast:
     def _of_few(cls, made: RunPlan, few: FewLayers) -> Forecast:
         known, program = Known.of_plan(made), made.call.program
         once_us = few.computing_us(program, made.device)
-        adding_us = micro_batch_us(made) - _once_us(made)  # what it recomputes, and waits for
-        again_us = adding_us - waits_us(made)
-        us = once_us + few.times_as_many * adding_us
+        us = once_us + few.times_as_many * (again_us(made) + waits_us(made))
         least_bytes, budget_bytes = few.of_all(made.smallest_bytes), made.budget_bytes
         fits = budget_bytes is None or least_bytes <= _MAY_FIT * budget_bytes
         as_run = few.knowing(made.call.profile, program.num_forward)
@@ -91,7 +88,7 @@ class Forecast:
             budget_bytes=budget_bytes,
             constant_bytes=min(as_run.of_all(known.of(*_OF_WEIGHTS)), least_bytes),
             least_bytes=least_bytes,
-            recompute_share=few.times_as_many * again_us / us,
+            recompute_share=few.times_as_many * again_us(made) / us,
             recomputes_for_budget=_adds_time(made),
             tokens_per_s=tokens_of(made) / us * 1e6,
             is_estimate=True,
@@ -104,11 +101,6 @@ def _adds_time(made: RunPlan) -> bool:
     return added_us > 0 or call.is_tiled or call.empties_cache
 
 
-def _once_us(made: RunPlan) -> float:
-    steps = (s for s in made.call.program.steps if s.op.repeat != "free" and not s.is_repeated)
-    return sum(sustained_us(step.op, made.device) for step in steps)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """A run of the table."""
@@ -117,11 +109,23 @@ class Row:
     """As one types it; empty: the run as it is."""
     values: Mapping[str, Any]
     """Keys of the run file with their new values."""
-    device: str
-    num_ranks: int
-    keeps_numbers: bool
-    """Whether it computes the numbers of the run as it is."""
+    setting: Setting
     forecast: Forecast
+
+    @property
+    def device(self) -> str:
+        """Name of the device."""
+        return self.setting.device.name
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.setting.num_ranks
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether it computes the numbers of the run as it is."""
+        return self.setting.keeps_numbers
 
     def hours(self, num_tokens: int | None) -> float:
         """Return the hours for so many tokens; None: for a million."""

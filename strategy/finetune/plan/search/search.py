@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from thunder_memsave.config import ShardingConfig
 from thunder_memsave.errors import BudgetError, ThunderMemsaveError
@@ -32,6 +32,7 @@ _SURE = 0.8
 """Part of what an estimate counts beside weights and states: others shard and gather more or less of it."""
 
 
+_T = TypeVar("_T")
 _Try = Generator[Asked, Forecast | ThunderMemsaveError, None]
 """The plans of one setting, one after the other: asks for each, and is sent what was found."""
 
@@ -58,7 +59,6 @@ class Search:
     left_out: list[LeftOut] = field(default_factory=list)
     num_plans: int = 0
     num_estimates: int = 0
-    _setting_of: list[tuple[Row, Setting]] = field(default_factory=list)
     _planned: list[tuple[Setting, int, Forecast]] = field(default_factory=list)
 
     def run(self, settings: Iterable[Setting]) -> None:
@@ -80,10 +80,7 @@ class Search:
                 self._begin(running, _next(self._tried(setting)))
             if not running:
                 return
-            ended, answer = self.judges.ended()
-            (found,) = [each for each, asked in running if asked is ended]
-            running = [(each, asked) for each, asked in running if asked is not ended]
-            self._begin(running, _next(found, answer))
+            self._begin(running, _next(*self._ended(running)))
             most = self.num_at_once
 
     def _plan_the_first(self) -> None:
@@ -94,28 +91,26 @@ class Search:
             begun = [row for row, _ in running]
             for row in [row for row in rows if row not in begun][: self.num_at_once - len(begun)]:
                 self._say_plan(row.change)
-                (setting,) = [setting for each, setting in self._setting_of if each is row]
-                asked = Asked(row.values, setting)
+                asked = Asked(row.values, row.setting)
                 self.judges.begin(asked)
                 running.append((row, asked))
             if not running:
                 return
-            ended, made = self.judges.ended()
-            (row,) = [row for row, asked in running if asked is ended]
-            running = [(row, asked) for row, asked in running if asked is not ended]
-            self._know(row, made)
+            self._know(*self._ended(running))
+
+    def _ended(self, running: list[tuple[_T, Asked]]) -> tuple[_T, Forecast | ThunderMemsaveError]:
+        """Wait for one of the plans that run, take it out of them, and return for whom it is, and what it says."""
+        ended, made = self.judges.ended()
+        (number,) = [i for i, (_, asked) in enumerate(running) if asked is ended]
+        asker, _ = running.pop(number)
+        return asker, made
 
     def _know(self, row: Row, made: Forecast | ThunderMemsaveError) -> None:
         """Put a plan in the place of an estimate."""
         self.found.remove(row)
-        if isinstance(made, ThunderMemsaveError):
-            if not row.values and not isinstance(made, BudgetError):  # the run itself
-                raise made
-            self.left_out.append(LeftOut(change=row.change, reason=str(made)))
-        elif not made.fits:
-            least = f"it needs {in_units(made.peak_bytes)} at least"
-            self.left_out.append(LeftOut(change=row.change, reason=least))
-        else:
+        if (reason := _refusal(row.values, made)) is not None:
+            self.left_out.append(LeftOut(change=row.change, reason=reason))
+        elif isinstance(made, Forecast):
             self.found.append(replace(row, forecast=made))
 
     def _say_plan(self, change: str) -> None:
@@ -246,27 +241,14 @@ class Search:
         else:
             self._say_plan(change)
         made = yield Asked(values, setting, has_few_layers=self.estimates)
+        if (refusal := _refusal(values, made)) is not None:
+            self._leave_out(setting, num_rows, refusal)
         if isinstance(made, ThunderMemsaveError):
-            if not values and not isinstance(made, BudgetError):  # the run itself
-                raise made
-            self._leave_out(setting, num_rows, str(made))
             return None
         self._planned.append((setting, num_rows, made))
-        if not made.fits:
-            word = "about " if made.is_estimate else ""
-            least = f"it needs {word}{in_units(made.peak_bytes)} at least"
-            self._leave_out(setting, num_rows, least)
+        if refusal is not None:
             return made
-        row = Row(
-            change=change,
-            values=values,
-            device=setting.device.name,
-            num_ranks=setting.num_ranks,
-            keeps_numbers=setting.keeps_numbers,
-            forecast=made,
-        )
-        self.found.append(row)
-        self._setting_of.append((row, setting))
+        self.found.append(Row(change=change, values=values, setting=setting, forecast=made))
         return made
 
     def _needless(self, setting: Setting, num_rows: int) -> str | None:
@@ -352,6 +334,16 @@ def _next(
         return each, next(each) if answer is None else each.send(answer)
     except StopIteration:
         return None
+
+
+def _refusal(values: Mapping[str, Any], made: Forecast | ThunderMemsaveError) -> str | None:
+    """Say why a run is left out; None: it fits. What is wrong with the run itself is raised."""
+    if isinstance(made, ThunderMemsaveError):
+        if not values and not isinstance(made, BudgetError):
+            raise made
+        return str(made)
+    about = "about " if made.is_estimate else ""
+    return None if made.fits else f"it needs {about}{in_units(made.peak_bytes)} at least"
 
 
 def _speed(setting: Setting) -> tuple[float, float]:
