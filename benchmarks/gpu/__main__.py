@@ -42,7 +42,9 @@ def main() -> int:
         run_here([c for c in checks if c.name in arguments.here], target, report_to=REPORT_TO)
         return 0
     start = time.monotonic()
-    outcomes = run_all(arguments.part, checks, target, seconds=60 * arguments.minutes)
+    outcomes = run_all(
+        arguments.part, checks, target, seconds=60 * arguments.minutes, workers=arguments.workers
+    )
     seconds = time.monotonic() - start
     print(table(outcomes, arguments.part, machine, seconds=seconds))
     path = write(outcomes, arguments.part, machine, arguments.output, seconds=seconds)
@@ -65,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
     parser.add_argument("part", choices=[*MODULES, "machine"])
     parser.add_argument("--minutes", type=float, default=9.5, help="after these, no check begins")
+    parser.add_argument("--workers", type=int, default=1, help="processes side by side")
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the results")
     parser.add_argument("--only", nargs="*", help="names of checks, all others are left out")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help=argparse.SUPPRESS)

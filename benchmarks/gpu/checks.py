@@ -45,6 +45,10 @@ class Check:
     """Checks of one group share a process; an empty name is a process of its own."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its process, the same for all checks of a group."""
+    after: str = ""
+    """The check that must have ended before, where groups run side by side."""
+    alone: bool = False
+    """Whether nothing else may run meanwhile: it measures time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,7 @@ def _require_predicted(target: Target, run: _Run, line: str) -> None:
 
 
 CHECKS = [
-    Check(name="offload, bandwidth", run=bandwidth, group="copies"),
-    Check(name="offload, optimizer states", run=optimizer_states, limit_s=180),
-    Check(name="offload, activations", run=activations, limit_s=240),
+    Check(name="offload, bandwidth", run=bandwidth, alone=True),
+    Check(name="offload, optimizer states", run=optimizer_states, limit_s=180, alone=True),
+    Check(name="offload, activations", run=activations, limit_s=240, alone=True),
 ]

@@ -8,9 +8,11 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -35,22 +37,64 @@ def run_here(checks: Sequence[Check], target: Target, *, report_to: str) -> None
                 sys.exit(_LOST_CONTEXT)
 
 
-def run_all(part: str, checks: Sequence[Check], target: Target, *, seconds: float) -> list[Outcome]:
-    """Run all checks, group after group; after so many seconds none begins. Every check has an outcome.
+def run_all(
+    part: str, checks: Sequence[Check], target: Target, *, seconds: float, workers: int = 1
+) -> list[Outcome]:
+    """Run all checks, so many groups side by side; after so many seconds none begins. Every check has an outcome.
 
-    On a CPU all are one group: an error in a kernel is no more than an exception there.
+    What must have the device to itself comes last. On a CPU all are one group: an error in a kernel is no more than
+    an exception there.
     """
-    end = time.monotonic() + seconds
-    outcomes = []
-    for _, group in groupby(checks, key=lambda c: (c.group or c.name) if target.is_cuda else ""):
-        for outcome in _group(part, list(group), target, end=end):
+    end = _End(seconds)
+    groups = [
+        list(g)
+        for _, g in groupby(checks, key=lambda c: (c.group or c.name) if target.is_cuda else "")
+    ]
+    ended = {check.name: threading.Event() for check in checks}
+    outcomes: list[Outcome] = []
+
+    def run(group: list[Check]) -> None:
+        for check in group:
+            if check.after in ended and check.after not in (c.name for c in group):
+                ended[check.after].wait()
+        for outcome in _group(part, group, target, end=end):
             print(f"{outcome.state:8} {outcome.name}: {outcome.reason}", flush=True)
             outcomes.append(outcome)
+            ended[outcome.name].set()
+
+    alone = [g for g in groups if workers == 1 or g[0].alone]
+    with ThreadPoolExecutor(workers) as pool, end.now_if_interrupted():
+        for future in [pool.submit(run, g) for g in groups if g not in alone]:
+            future.result()
+    for group in alone:
+        run(group)
     names = [c.name for c in checks]
     return sorted(outcomes, key=lambda o: names.index(o.name))
 
 
-def _group(part: str, checks: list[Check], target: Target, *, end: float) -> Iterable[Outcome]:
+class _End:
+    """The moment after which no check begins; an interrupt brings it forward, and ends what runs."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+        self.running: set[_Process] = set()
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._at
+
+    @contextmanager
+    def now_if_interrupted(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._at = 0.0
+            for process in tuple(self.running):
+                process.kill()
+            raise
+
+
+def _group(part: str, checks: list[Check], target: Target, *, end: _End) -> Iterable[Outcome]:
     """Yield the outcomes of a group; a new process goes on after a check that ended the last one."""
     waiting = list(checks)
     for check in checks:
@@ -58,7 +102,7 @@ def _group(part: str, checks: list[Check], target: Target, *, end: float) -> Ite
             yield Outcome(name=check.name, state="not run", reason=NEEDS_CUDA)
             waiting.remove(check)
     while waiting:
-        if time.monotonic() >= end:
+        if end.is_over:
             for check in waiting:
                 reason = "the time of this part was over before it began"
                 yield Outcome(name=check.name, state="not run", reason=reason)
@@ -85,10 +129,11 @@ class _Process:
         )
         os.close(write)
 
-    def outcomes(self, *, end: float) -> Iterable[Outcome]:
+    def outcomes(self, *, end: _End) -> Iterable[Outcome]:
         """Yield an outcome for each check that began; at least one."""
         running, limit = next(iter(self._checks)), START_S
         began = False
+        end.running.add(self)
         try:
             while (line := self._lines.next(limit)) is not None:
                 if "began" in line:
@@ -98,21 +143,26 @@ class _Process:
                     yield Outcome(**line)
                     running, began = _after(running, list(self._checks)), False
                     limit = START_S
-                    if time.monotonic() >= end:
+                    if end.is_over:
                         return
         finally:
             was_running = self._process.poll() is None and not self._lines.is_closed
+            end.running.discard(self)
             self._end()
         if running and (began or running == next(iter(self._checks))):
             text = _hung(limit) if was_running else f"its process {_how(self._process.returncode)}"
             yield Outcome(name=running, state="failed", reason=text)
 
+    def kill(self) -> None:
+        """End the process and what it started, at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def _end(self) -> None:
         """End the process and what it started."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5 if self._lines.is_closed else 0)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         self._process.wait()
         self._lines.close()
 

@@ -5,6 +5,7 @@ The runs share a directory, so a check says what it lacks if the one before it h
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from gpu.checks import Check, Measured, NotRunError, Target, WrongError, require
@@ -104,6 +106,37 @@ def out_of_memory(target: Target) -> str:
     return f"exit code 4, a snapshot of {snapshots[0].stat().st_size:,} bytes: {said[:200]}"
 
 
+def recipe(
+    target: Target, *, name: str, config: str = "tiny_pretrain", options: Sequence[str]
+) -> Measured:
+    """Train the enlarged model, or fine-tune the trained one, with other settings."""
+    if config == "tiny_pretrain":
+        more = _larger(target)
+    else:
+        _require_directory("runs/first/model")
+        more = ["--model.name_or_path=runs/first/model", "--model.dtype=bfloat16", "--devices=1"]
+        more += [f"--train.max_steps={_steps(target, STEPS)}", "--train.epochs=null"]
+    run = _command("train", config, *more, *options, f"--output_dir=runs/{name}")
+    _require_success(run)
+    found = _MEMORY.search(run.stdout)
+    memory = f"predicted peak {found[1]}, {found[2]}" if found else "no peak was compared"
+    return Measured(line=f"{_last_loss(name)}; {memory}")
+
+
+def preferences(target: Target) -> Measured:
+    """Train with DPO on pairs of a right and a wrong answer."""
+    rows = [
+        {"prompt": f"What comes after {n}?", "chosen": f"{n + 1}.", "rejected": f"{n + 2}."}
+        for n in range(200)
+    ]
+    path = directory() / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--data.dataset.class_path=DataFiles", "--data.dataset.init_args={path: pairs.jsonl}"]
+    options += ["--data.packing=true", "--preference={loss: dpo, beta: 0.1}"]
+    options += ["--optimizer.init_args.lr=5e-5", "--eval.every_n_steps=null"]
+    return recipe(target, name="dpo", config="tiny_lora", options=options)
+
+
 def _larger(target: Target) -> list[str]:
     """Return overrides that enlarge the shipped model on a GPU, and make its run short elsewhere."""
     steps = _steps(target, STEPS)
@@ -159,16 +192,46 @@ def _last_loss(run: str) -> str:
     return f"loss {float(rows[0]['loss']):.3f} first, {float(rows[-1]['loss']):.3f} last"
 
 
+_LAST = "resume, saving in the background"
+"""The check after which the trained model stays as it is."""
 _RUNS: dict[str, Callable[[Target], Measured | str]] = {
     "tokenizer and texts": start,
     "train": train,
     "resume": resume,
-    "resume, saving in the background": lambda target: resume(target, asynchronous=True),
+    _LAST: lambda target: resume(target, asynchronous=True),
+}
+_AFTER_THEM: dict[str, Callable[[Target], Measured | str]] = {
     "torchrun, zero3": torchrun,
     "LoRA": lora,
 }
+_RECIPES: dict[str, Callable[[Target], Measured]] = {
+    "QLoRA": partial(
+        recipe, name="qlora", config="tiny_lora", options=["--model.frozen_weights=nf4"]
+    ),
+    "fp8, PyTorch": partial(recipe, name="fp8", config="tiny_fp8_cpu", options=[]),
+    "fp8, TransformerEngine": partial(
+        recipe,
+        name="te",
+        config="tiny_fp8_cpu",
+        options=["--fp8.backend=transformer_engine", "--fp8.recipe=current"],
+    ),
+    "DPO": preferences,
+    "AdamW in 8 bits": partial(recipe, name="states", options=["--optimizer.states=int8"]),
+    "offload": partial(recipe, name="offload", options=["--memory.offload=all"]),
+    "CUDA graphs": partial(recipe, name="graphs", options=["--strategy.cuda_graphs=true"]),
+    "fusion": partial(recipe, name="fusion", options=["--strategy.fusion=true"]),
+}
+"""On a CPU, tests run the same settings."""
 
 CHECKS = [
     *(Check(name=name, run=run, group="product", limit_s=_LIMIT_S) for name, run in _RUNS.items()),
+    *(
+        Check(name=name, run=run, group="sharded", limit_s=_LIMIT_S, after=_LAST)
+        for name, run in _AFTER_THEM.items()
+    ),
+    *(
+        Check(name=name, run=run, limit_s=_LIMIT_S, after=_LAST, needs_cuda=True)
+        for name, run in _RECIPES.items()
+    ),
     Check(name="out of memory", run=out_of_memory, needs_cuda=True, limit_s=_LIMIT_S),
 ]
