@@ -28,7 +28,6 @@ from thunder_memsave.ops.families import (
 )
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
 
-_MIB = 2**20
 _LIMIT = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-10}
 """Relative error of a kernel: two-byte floats have 8 or 11 bits; sums of float32 are in another order."""
 
@@ -233,7 +232,7 @@ def _scratch(target: Target, kernel: Any, *, packed: bool) -> str:
     with tempfile.TemporaryDirectory() as directory:
         measured = MeasuredScratch(directory=Path(directory))(operation, found)
     bound = bounded_scratch(operation, found)
-    line = f"measured {measured / _MIB:.1f} MiB, bound {bound / _MIB:.1f} MiB"
+    line = f"measured {measured:,} bytes, bound {bound:,}"
     require(0 < measured <= bound, f"the bound does not hold: {line}")
     return line
 
@@ -265,10 +264,14 @@ def choice(target: Target) -> str:
         asked = prefers_cudnn(query, key, key, is_causal=True)
         with planned_for(torch.device(target.device), torch.cuda.get_device_capability()):
             planned = prefers_cudnn(query, key, key, is_causal=True)
-        chosen[width] = (asked, planned)
-    line = ", ".join(f"{width} wide: {'cuDNN' if a else 'not'}" for width, (a, _) in chosen.items())
-    differing = [width for width, (a, b) in chosen.items() if a != b]
-    require(not differing, f"plans choose otherwise for heads of {differing} numbers: {line}")
+        ask: Any = torch._fused_sdp_choice
+        query.requires_grad_()
+        number = ask(query, key, key, None, 0.0, True, enable_gqa=True)
+        runs = number == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+        chosen[width] = (runs, asked, planned)
+    line = ", ".join(f"{width} wide: {'cuDNN' if r else 'not'}" for width, (r, *_) in chosen.items())
+    differing = [w for w, (runs, asked, planned) in chosen.items() if not runs == asked == planned]
+    require(not differing, f"(runs, asked, planned) differ for heads of {differing}: {chosen}")
     return f"plans choose as PyTorch does; {line}"
 
 

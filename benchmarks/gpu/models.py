@@ -131,11 +131,14 @@ def ours(
     precision: Any = "32-true",
     micro_batches: int = 1,
     cuda_graphs: bool = False,
+    fusion: bool = False,
 ) -> Ours:
     """Set a model up; the loss is the model's own, so the plan covers it. A step has AdamW, fused."""
     from lightning.fabric import Fabric
 
-    strategy = ThunderMemsaveStrategy(memory=memory, fp8=fp8, cuda_graphs=cuda_graphs)
+    strategy = ThunderMemsaveStrategy(
+        memory=memory, fp8=fp8, cuda_graphs=cuda_graphs, fusion=fusion or "auto"
+    )
     fabric = Fabric(accelerator=target.device, devices=1, strategy=strategy, precision=precision)
     fabric.launch()
     module = fabric.setup(model)

@@ -24,7 +24,7 @@ from gpu.models import (
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.devices import DEVICES
 
-LAYERS = 4
+LAYERS = 2
 LENGTH = 4096
 STEPS = 5
 LIMIT = 0.02

@@ -213,7 +213,7 @@ _RECIPES: dict[str, Callable[[Target], Measured]] = {
         recipe,
         name="te",
         config="tiny_fp8_cpu",
-        options=["--fp8.backend=transformer_engine", "--fp8.recipe=current"],
+        options=["--fp8.backend=transformer_engine"],
     ),
     "DPO": preferences,
     "AdamW in 8 bits": partial(recipe, name="states", options=["--optimizer.states=int8"]),

@@ -101,7 +101,7 @@ def update_docs(page: Path, outcomes: Sequence[Outcome], machine: Mapping[str, A
         return
     said = (
         f"Measured on {time.strftime('%Y-%m-%d')} on one {machine['device']} with torch "
-        f"{machine['versions']['torch']} by `make gpu-correct`: 4 layers of Llama 3.1 8B, a row of 8,192 tokens; "
+        f"{machine['versions']['torch']} by `make gpu-correct`: 2 layers of Llama 3.1 8B, a row of 8,192 tokens; "
         "percentages are those of the predicted peak.\n"
     )
     text = page.read_text(encoding="utf-8")

@@ -104,7 +104,7 @@ class Work:
     def ways(self, target: Target, *, fp8: bool) -> dict[str, Callable[[], Step]]:
         """Return all ways; each makes a model of its own."""
         made: dict[str, Callable[[], Step]] = {
-            "ours": partial(self._ours, target, fp8=None),
+            "ours": partial(self._ours, target),
             "eager": partial(self._plain, target, compile=False, checkpointed=False),
             "torch.compile": partial(self._plain, target, compile=True, checkpointed=False),
             "torch.compile, checkpointed": partial(
@@ -114,7 +114,8 @@ class Work:
         if fp8:
             made["ours, fp8"] = partial(self._ours, target, fp8=FP8)
         if target.is_cuda:
-            made["ours, CUDA graphs"] = partial(self._ours, target, fp8=None, cuda_graphs=True)
+            made["ours, CUDA graphs"] = partial(self._ours, target, cuda_graphs=True)
+            made["ours, fusion"] = partial(self._ours, target, fusion=True)
         return made
 
     def model(self, target: Target) -> tuple[Any, torch.Tensor]:
@@ -124,13 +125,9 @@ class Work:
         model = llama(self.shape, target, length=length, dtype=dtype)
         return model, token_ids(model, target, rows=self.rows, length=length)
 
-    def _ours(
-        self, target: Target, *, fp8: Mapping[str, Any] | None, cuda_graphs: bool = False
-    ) -> Step:
+    def _ours(self, target: Target, **settings: Any) -> Step:
         model, ids = self.model(target)
-        precision = self.precision
-        made = ours(model, ids, target, fp8=fp8, precision=precision, cuda_graphs=cuda_graphs)
-        return made.step
+        return ours(model, ids, target, precision=self.precision, **settings).step
 
     def _plain(self, target: Target, *, compile: bool, checkpointed: bool) -> Step:
         model, ids = self.model(target)

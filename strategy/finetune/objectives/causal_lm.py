@@ -18,7 +18,7 @@ from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_
 def loss_of_logits(
     logits: Tensor,
     targets: Tensor,
-    num_targets: Tensor,
+    num_targets: Tensor | None = None,
     *,
     reduction: Literal["sum", "none"] = "sum",
 ) -> Tensor:
@@ -29,12 +29,14 @@ def loss_of_logits(
     Args:
         logits: (rows, length, classes).
         targets: (rows, length); `IGNORED` has no loss.
-        num_targets: int64 scalar on the CPU: how many have one.
+        num_targets: int64 scalar on the CPU: how many have one; None: all may have.
         reduction: `none` returns the loss of each token, (rows * length,).
     """
+    if num_targets is not None:
+        targets = counted_targets(targets, num_targets)
     return cross_entropy(
         logits.float().flatten(0, 1),
-        counted_targets(targets, num_targets).flatten(),
+        targets.flatten(),
         ignore_index=IGNORED,
         reduction=reduction,
     )

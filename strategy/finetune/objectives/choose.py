@@ -24,13 +24,22 @@ def objective_of(config: RunConfig, *, num_documents: int | None = None) -> Obje
     """
     length, most = config.data.max_seq_length, config.data.max_documents_per_row
     mask, section = mask_kind(config), config.preference
+    # A CUDA graph asks the host for no number of rows.
+    counts_targets = config.strategy.cuda_graphs is False
     if section is None:
         expected = most or max(1, length // _TOKENS)
         return SupervisedFineTuning(
-            mask=mask, length=length, num_documents=num_documents or expected
+            mask=mask,
+            length=length,
+            num_documents=num_documents or expected,
+            counts_targets=counts_targets,
         )
     num_samples = KINDS[section.loss].num_samples
     expected = max(num_samples, (most or length // _TOKENS) // num_samples * num_samples)
     return PREFERENCES[section.loss](
-        settings=section, mask=mask, length=length, num_documents=num_documents or expected
+        settings=section,
+        mask=mask,
+        length=length,
+        num_documents=num_documents or expected,
+        counts_targets=counts_targets,
     )

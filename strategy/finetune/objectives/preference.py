@@ -38,6 +38,8 @@ class PreferenceTuning(Objective[PreferenceBatch]):
     """Tokens per row."""
     num_documents: int
     """Texts for which a row of tokens has room."""
+    counts_targets: bool = True
+    """As for `SupervisedFineTuning`."""
 
     @override
     def model_inputs(self, batch: PreferenceBatch) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class PreferenceTuning(Objective[PreferenceBatch]):
 
     @override
     def loss_inputs(self, batch: PreferenceBatch) -> dict[str, Any]:
-        return {**_targets(batch.texts), "is_example": batch.is_example}
+        return {**self._targets(batch.texts), "is_example": batch.is_example}
 
     def terms(self, output: Any, **inputs: Any) -> Terms:
         """Return the loss of each example, and what is measured of it; arguments as for `loss`."""
@@ -76,16 +78,20 @@ class PreferenceTuning(Objective[PreferenceBatch]):
 
     @override
     def predicted(self, output: Any, **inputs: Any) -> Tensor:
-        values = log_probabilities(output.logits, inputs["targets"], inputs["num_targets"])
+        values = log_probabilities(output.logits, inputs["targets"], inputs.get("num_targets"))
         return summed_by_document(values, inputs["document_ends"])
 
     def reference_inputs(self, batch: PreferenceBatch) -> list[dict[str, Any]]:
         """Return the calls of `predict_step` whose results are a batch's reference: texts, and mismatched ones."""
         return [
-            {"inputs": model_inputs(each, mask=self.mask), "loss_inputs": _targets(each)}
+            {"inputs": model_inputs(each, mask=self.mask), "loss_inputs": self._targets(each)}
             for each in (batch.texts, batch.mismatched)
             if each is not None
         ]
+
+    def _targets(self, texts: Batch) -> dict[str, Any]:
+        counted = {"num_targets": texts.num_targets} if self.counts_targets else {}
+        return {"targets": texts.targets, "document_ends": texts.document_ends, **counted}
 
     @override
     def weight(self, batch: PreferenceBatch) -> Tensor:
@@ -161,7 +167,7 @@ class OddsRatioOptimization(PreferenceTuning):
     @override
     def terms(self, output: Any, **inputs: Any) -> Terms:
         targets, ends = inputs["targets"], inputs["document_ends"]
-        values = log_probabilities(output.logits, targets, inputs["num_targets"])
+        values = log_probabilities(output.logits, targets, inputs.get("num_targets"))
         is_completion = inputs["is_completion"]
         scores = summed_by_document(values * is_completion, ends).view(-1, 2)
         lengths = summed_by_document(is_completion.float(), ends).view(-1, 2)
@@ -264,14 +270,6 @@ PREFERENCES = {
     "orpo": OddsRatioOptimization,
     "kto": KahnemanTverskyOptimization,
 }
-
-
-def _targets(texts: Batch) -> dict[str, Any]:
-    return {
-        "targets": texts.targets,
-        "num_targets": texts.num_targets,
-        "document_ends": texts.document_ends,
-    }
 
 
 def _chosen_tokens(batch: PreferenceBatch) -> Tensor:

@@ -31,6 +31,8 @@ class SupervisedFineTuning(Objective[Batch]):
     """Tokens per row."""
     num_documents: int = 1
     """Documents for which a row has room."""
+    counts_targets: bool = True
+    """Whether the host tells the loss how many targets there are, so that it computes no more tokens."""
 
     @override
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
@@ -38,7 +40,8 @@ class SupervisedFineTuning(Objective[Batch]):
 
     @override
     def loss_inputs(self, batch: Batch) -> dict[str, Any]:
-        return {"targets": batch.targets, "num_targets": batch.num_targets}
+        counted = {"num_targets": batch.num_targets} if self.counts_targets else {}
+        return {"targets": batch.targets, **counted}
 
     @override
     def loss(self, output: Any, **inputs: Any) -> Tensor:

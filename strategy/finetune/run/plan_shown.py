@@ -27,13 +27,13 @@ class PlanShown:
     def __init__(self, path: Path, *, prints_all: bool = False) -> None:
         self._path = path
         self._prints_all = prints_all
-        self._is_first = True
+        self._num_steps = 0
 
     def on_before_optimizer_step(self, *, fabric: Fabric) -> None:
         """Print the plan; too small a budget has ended the run before this."""
         strategy = fabric.strategy
         assert isinstance(strategy, ThunderMemsaveStrategy)
-        if self._is_first and fabric.is_global_zero and strategy.plan is not None:
+        if self._num_steps == 0 and fabric.is_global_zero and strategy.plan is not None:
             whole = f"the plan, per process, when it holds the most:\n{strategy.explain()}\n"
             short = "\n".join([*strategy.summary(), f"all of it: {self._path}"])
             print(f"\n{whole}" if self._prints_all else short, flush=True)
@@ -47,11 +47,12 @@ class PlanShown:
             _log.warning("the plan could not be written to %s: %s", self._path, error)
 
     def on_train_batch_end(self, *, fabric: Fabric, metrics: Mapping[str, Any]) -> None:
-        """Print the measured peak."""
-        predicted = metrics.get("predicted_peak_bytes")
-        if self._is_first and fabric.is_global_zero and predicted is not None:
-            print(_compared(predicted, metrics.get("peak_bytes")), flush=True)
-        self._is_first = False
+        """Print the measured peak of the second step: in the first, the optimizer has no state before its update."""
+        self._num_steps += 1
+        predicted, measured = metrics.get("predicted_peak_bytes"), metrics.get("peak_bytes")
+        compared_after = 1 if measured is None else 2
+        if self._num_steps == compared_after and fabric.is_global_zero and predicted is not None:
+            print(_compared(predicted, measured), flush=True)
 
 
 def _compared(predicted_bytes: int, measured_bytes: int | None) -> str:

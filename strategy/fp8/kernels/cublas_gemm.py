@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,30 +23,46 @@ def cuda_gemm(
     """Multiply as `torch_backend.gemm` does, on CUDA."""
     # cuBLAS adds no bias to a float32 result.
     added_later = bias if out_dtype == torch.float32 else None
-    product = torch._scaled_mm(
-        whole_rows(a),
-        whole_rows(b).t(),
-        scale_a=_cuda_scales(a, a_scale_inv),
-        scale_b=_cuda_scales(b, b_scale_inv).t(),
-        bias=bias if added_later is None else None,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )
+    added_now = bias if added_later is None else None
+    operands = whole_rows(a), whole_rows(b).t()
+    if a_scale_inv.dim() < 2:
+        product = torch._scaled_mm(
+            *operands,
+            scale_a=a_scale_inv,
+            scale_b=b_scale_inv,
+            bias=added_now,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+    else:
+        a_kind, a_scales = _of_blocks(a, a_scale_inv)
+        b_kind, b_scales = _of_blocks(b, b_scale_inv)
+        product = torch.nn.functional.scaled_mm(
+            *operands,
+            scale_a=a_scales,
+            scale_recipe_a=a_kind,
+            scale_b=b_scales,
+            scale_recipe_b=b_kind,
+            bias=added_now,
+            output_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
     return product if added_later is None else product.add_(added_later)
 
 
-def _cuda_scales(matrix: Tensor, scale_inv: Tensor) -> Tensor:
-    """Lay scales out as cuBLAS reads them; `torch._scaled_mm` recognises their kind by shapes and strides.
+def _of_blocks(matrix: Tensor, scale_inv: Tensor) -> tuple[Any, Tensor]:
+    """Return the kind of scales, and these as cuBLAS reads them.
 
-    Those of 1x128 blocks are column-major. Those of 128x128 blocks are row-major, with rows padded to a multiple of 4
-    (aten/src/ATen/native/cuda/ScaledBlas.cpp).
+    Those of 1x128 blocks are column-major. Those of 128x128 blocks are row-major, with rows padded to a multiple of 4,
+    and given as their transpose
+    (https://docs.nvidia.com/cuda/cublas/#element-1d-and-128x128-2d-block-scaling-for-fp8-data-types,
+    aten/src/ATen/native/cuda/ScaledBlas.cpp). `torch._scaled_mm`, which is told no kinds, knows no padded rows.
     """
-    if scale_inv.dim() < 2:
-        return scale_inv
+    kinds = torch.nn.functional.ScalingType
     if scale_inv.shape[0] == matrix.shape[0]:
-        return scale_inv.t().contiguous().t()
-    columns = scale_inv.shape[1]
-    return torch.nn.functional.pad(scale_inv, (0, -columns % 4))[:, :columns]
+        return kinds.BlockWise1x128, scale_inv.t().contiguous().t()
+    padded = torch.nn.functional.pad(scale_inv, (0, -scale_inv.shape[1] % 4))
+    return kinds.BlockWise128x128, padded.t()
 
 
 def whole_rows(matrix: Tensor) -> Tensor:

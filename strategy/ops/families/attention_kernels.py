@@ -35,6 +35,9 @@ _MASK_COLUMNS = 16
 _ROWS = 128
 """Flash attention's backward rounds sequences up to this (flash_attn/flash_api.cpp)."""
 
+_STATE_BYTES = 2 * 512
+"""Seed and offset, each in a block of PyTorch's allocator."""
+
 Shape = tuple[int, ...]
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -224,8 +227,8 @@ def cpu_blocks_bytes(operands: Sequence[Operand]) -> int:
 def cuda_backward_bytes(operands: Sequence[Operand]) -> int:
     """Bound what flash attention's backward allocates inside (pytorch's flash_api.cpp, `mha_bwd`), and cuDNN's.
 
-    That is a float32 gradient of the query, a float32 number per row, both with rounded sizes, and where key heads are
-    shared one gradient of key and value per query head. cuDNN's workspace has the same parts, not rounded
+    That is a float32 gradient of the query, a float32 number per row, both with rounded sizes, where key heads are
+    shared one gradient of key and value per query head, and the state of a generator that nothing reads. cuDNN's workspace has the same parts, not rounded
     (cudnn-frontend, `SDPABackwardNodeBase`: `dQ_accum`, `softmax_sum`, `dK_fullhead`, `dV_fullhead`). The first three
     of four dimensions are batch, heads and rows, in either order.
     """
@@ -244,7 +247,7 @@ def flash_backward_bytes(query: Operand, key: Operand, *, num_rows: int) -> int:
     accumulated = 4 * num_rows * heads * (columns + 1)
     shares_keys = math.prod(key.shape) < math.prod(query.shape)
     expanded = 2 * query.dtype.itemsize * math.prod(query.shape) if shares_keys else 0
-    return accumulated + expanded
+    return accumulated + expanded + _STATE_BYTES
 
 
 def _rounded(number: int, multiple: int) -> int:
