@@ -66,7 +66,7 @@ def checks_of(part: str) -> list[Check]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
     parser.add_argument("part", choices=[*MODULES, "machine"])
-    parser.add_argument("--minutes", type=float, default=9.5, help="after these, no check begins")
+    parser.add_argument("--minutes", type=float, default=9.5, help="after these, checks end")
     parser.add_argument("--workers", type=int, default=1, help="processes side by side")
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the results")
     parser.add_argument("--only", nargs="*", help="names of checks, all others are left out")

@@ -269,7 +269,9 @@ def choice(target: Target) -> str:
         number = ask(query, key, key, None, 0.0, True, enable_gqa=True)
         runs = number == torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
         chosen[width] = (runs, asked, planned)
-    line = ", ".join(f"{width} wide: {'cuDNN' if r else 'not'}" for width, (r, *_) in chosen.items())
+    line = ", ".join(
+        f"{width} wide: {'cuDNN' if r else 'not'}" for width, (r, *_) in chosen.items()
+    )
     differing = [w for w, (runs, asked, planned) in chosen.items() if not runs == asked == planned]
     require(not differing, f"(runs, asked, planned) differ for heads of {differing}: {chosen}")
     return f"plans choose as PyTorch does; {line}"

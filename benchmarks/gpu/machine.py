@@ -96,7 +96,11 @@ def _version(package: str) -> str:
 
 def _commit() -> str:
     """Return the commit; where no repository came along, what the variable says."""
-    return os.environ.get("GPU_CHECKS_COMMIT") or _said("git", "describe", "--always", "--dirty") or "unknown"
+    return (
+        os.environ.get("GPU_CHECKS_COMMIT")
+        or _said("git", "describe", "--always", "--dirty")
+        or "unknown"
+    )
 
 
 def _driver() -> str:

@@ -24,6 +24,7 @@ REPORT_TO = "GPU_CHECKS_REPORT_TO"
 START_S = 90.0
 """Seconds in which a process must begin its first check: imports."""
 _LOST_CONTEXT = 3
+_NO_TIME = "the time of this part was over before it ended"
 
 
 def run_here(checks: Sequence[Check], target: Target, *, report_to: str) -> None:
@@ -40,7 +41,7 @@ def run_here(checks: Sequence[Check], target: Target, *, report_to: str) -> None
 def run_all(
     part: str, checks: Sequence[Check], target: Target, *, seconds: float, workers: int = 1
 ) -> list[Outcome]:
-    """Run all checks, so many groups side by side; after so many seconds none begins. Every check has an outcome.
+    """Run all checks, so many groups side by side, for so many seconds. Every check has an outcome.
 
     What must have the device to itself comes last. On a CPU all are one group: an error in a kernel is no more than
     an exception there.
@@ -73,15 +74,19 @@ def run_all(
 
 
 class _End:
-    """The moment after which no check begins; an interrupt brings it forward, and ends what runs."""
+    """The moment at which checks end; an interrupt brings it forward."""
 
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
         self.running: set[_Process] = set()
 
     @property
+    def left_s(self) -> float:
+        return max(0.0, self._at - time.monotonic())
+
+    @property
     def is_over(self) -> bool:
-        return time.monotonic() >= self._at
+        return self.left_s == 0.0
 
     @contextmanager
     def now_if_interrupted(self) -> Iterator[None]:
@@ -104,8 +109,7 @@ def _group(part: str, checks: list[Check], target: Target, *, end: _End) -> Iter
     while waiting:
         if end.is_over:
             for check in waiting:
-                reason = "the time of this part was over before it began"
-                yield Outcome(name=check.name, state="not run", reason=reason)
+                yield Outcome(name=check.name, state="not run", reason=_NO_TIME)
             return
         for outcome in _Process(part, waiting, target).outcomes(end=end):
             waiting = [c for c in waiting if c.name != outcome.name]
@@ -135,7 +139,7 @@ class _Process:
         began = False
         end.running.add(self)
         try:
-            while (line := self._lines.next(limit)) is not None:
+            while (line := self._lines.next(min(limit, end.left_s))) is not None:
                 if "began" in line:
                     running, began = line["began"], True
                     limit = self._checks[running].limit_s
@@ -150,6 +154,9 @@ class _Process:
             end.running.discard(self)
             self._end()
         if running and (began or running == next(iter(self._checks))):
+            if was_running and end.is_over:
+                yield Outcome(name=running, state="not run", reason=_NO_TIME)
+                return
             text = _hung(limit) if was_running else f"its process {_how(self._process.returncode)}"
             yield Outcome(name=running, state="failed", reason=text)
 

@@ -131,7 +131,10 @@ def preferences(target: Target) -> Measured:
     ]
     path = directory() / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["--data.dataset.class_path=DataFiles", "--data.dataset.init_args={path: pairs.jsonl}"]
+    options = [
+        "--data.dataset.class_path=DataFiles",
+        "--data.dataset.init_args={path: pairs.jsonl}",
+    ]
     options += ["--data.packing=true", "--preference={loss: dpo, beta: 0.1}"]
     options += ["--optimizer.init_args.lr=5e-5", "--eval.every_n_steps=null"]
     return recipe(target, name="dpo", config="tiny_lora", options=options)

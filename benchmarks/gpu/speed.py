@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from gpu.checks import Check, Measured, Target, WrongError
 from gpu.models import (
@@ -27,8 +29,8 @@ from gpu.models import (
 )
 
 ROUNDS = 7
-FEW, MANY = 2, 6
-"""Layers of two models of the 8B's shape: a layer takes the difference, divided by that of the numbers of layers."""
+LAYERS = 4
+NUM_KERNELS = 30
 FP8 = {"recipe": "current"}
 
 Step = Callable[[], None]
@@ -140,24 +142,37 @@ class Work:
         return "bf16-mixed" if self.mixed else "32-true"
 
 
-def layers_of_8b(target: Target) -> Measured:
-    """Time models of two numbers of layers, and take the difference for a layer."""
-    found = {}
-    for layers in (FEW, MANY):
-        work = Work(shape=llama_8b(layers), rows=1, length=8192, mixed=False)
-        found[layers] = interleaved(work.ways(target, fp8=True), target)
-        gc.collect()
-        free(target)
-    per_layer = {}
-    for name, few in found[FEW].items():
-        a, b = few.median_s, found[MANY][name].median_s
-        per_layer[name] = None if a is None or b is None else (b - a) / (MANY - FEW)
-    shown = "; ".join(_shown(name, s, found[MANY][name]) for name, s in per_layer.items())
-    numbers = {
-        "seconds_per_layer": per_layer,
-        **{f"{n} layers": _numbers(each) for n, each in found.items()},
-    }
-    return _judged(f"a layer of 8,192 tokens: {shown}", numbers, found[MANY])
+def layers_of_8b(target: Target, *, way: str) -> Measured:
+    """Time steps of 4 layers in one way, and what the device does in one of them."""
+    work = Work(shape=llama_8b(LAYERS), rows=1, length=8192, mixed=False)
+    timed, steps = Timed(), dict[str, Step]()
+    _begin(way, work.ways(target, fp8=True)[way], steps, timed, target)
+    host_s = []
+    for _ in range(ROUNDS if target.is_cuda else 1):
+        start = synchronized_s(target)
+        steps[way]()
+        host_s.append(time.perf_counter() - start)
+        timed.seconds.append(synchronized_s(target) - start)
+    kernels = _kernels(steps[way], target)
+    kernels_ms = sum(ms for ms, _, _ in kernels)
+    line = (
+        f"{1e3 * median(timed.seconds):.1f} ms, {timed.step_bytes / GIB:.2f} GiB beside what it finds; "
+        f"{sum(count for _, count, _ in kernels)} kernels take {kernels_ms:.1f} ms, the host launches for "
+        f"{1e3 * median(host_s):.1f} ms; first step {timed.first_s:.0f} s"
+    )
+    most = [{"ms": round(ms, 3), "num": n, "kernel": name} for ms, n, name in kernels[:NUM_KERNELS]]
+    return Measured(line=line, numbers={**_numbers({way: timed})[way], "kernels": most})
+
+
+def _kernels(step: Step, target: Target) -> list[tuple[float, int, str]]:
+    """Return milliseconds, number and name of the kernels of a step, from the one that takes most."""
+    if not target.is_cuda:
+        return []
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        step()
+        torch.cuda.synchronize()
+    found = [(e.device_time_total / 1e3, e.count, e.key[:160]) for e in record.key_averages()]
+    return sorted(found, reverse=True)
 
 
 def whole_1b(target: Target) -> Measured:
@@ -194,7 +209,19 @@ def _numbers(found: Mapping[str, Timed]) -> dict[str, Any]:
     }
 
 
+WAYS = ("ours", "torch.compile", "eager", "torch.compile, checkpointed", "ours, fp8")
+ON_CUDA = ("ours, CUDA graphs", "ours, fusion")
+
 CHECKS = [
-    Check(name="8B layers", run=layers_of_8b, limit_s=240),
+    *(
+        Check(
+            name=f"4 layers of 8B, {way}",
+            run=partial(layers_of_8b, way=way),
+            limit_s=120,
+            group="layers",
+            needs_cuda=way in ON_CUDA,
+        )
+        for way in (*WAYS, *ON_CUDA)
+    ),
     Check(name="Llama 3.2 1B", run=whole_1b, limit_s=150),
 ]

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -43,6 +44,24 @@ def once_through_memory(*tensors: Tensor) -> Iterator[None]:
     finally:
         for record, moved_bytes in before:
             record.moved_bytes = moved_bytes + sum(map(_nbytes, tensors))
+
+
+def turns_of(turns: Sequence[int], tensor: Tensor) -> Iterator[int]:
+    """Yield the turns of a loop in which all but the last do the same.
+
+    If tensors have no numbers, as `tensor` tells, and the turns are many, those are the first two and the last: records
+    count the second one as often as there are others between.
+    """
+    if len(turns) <= 3 or not isinstance(tensor, FakeTensor):
+        yield from turns
+        return
+    yield turns[0]
+    before = [(record, record.flops, record.moved_bytes) for record in _open]
+    yield turns[1]
+    for record, flops, moved_bytes in before:
+        record.flops += (len(turns) - 3) * (record.flops - flops)
+        record.moved_bytes += (len(turns) - 3) * (record.moved_bytes - moved_bytes)
+    yield turns[-1]
 
 
 def allocated_bytes(nbytes: int, device_type: str) -> int:

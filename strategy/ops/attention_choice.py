@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_memsave.ops.cuda_device import Capability, capability_of, device_of, is_here
 
 _FIRST_PREFERRED = 91500
 _FIRST_WIDE = 91000
+_FEW_TOKENS = 16
 _USUAL_ORDER = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 
 
@@ -39,12 +40,15 @@ def prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool)
 
 
 def _choice(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> SDPBackend:
-    """Ask PyTorch, which looks at shapes, dtypes and the GPU, and at no numbers."""
+    """Ask PyTorch about small tensors of the same heads, on the GPU: of FakeTensors it says that it takes none.
+
+    It looks at heads, dtypes, settings and the GPU, at no numbers, and of lengths at those of one token alone.
+    """
     ask: Any = torch._fused_sdp_choice
-    with FakeTensorMode(), torch.enable_grad():
-        fakes = [
+    with _disable_current_modes(), torch.enable_grad():
+        small = [
             torch.empty(
-                tuple(t.shape),
+                (1, t.shape[1], min(t.shape[2], _FEW_TOKENS), t.shape[3]),
                 dtype=t.dtype,
                 device=device_of(t),
                 requires_grad=True,
@@ -52,7 +56,7 @@ def _choice(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> SD
             for t in (query, key, value)
         ]
         shares_keys = query.shape[1] != key.shape[1]
-        number = ask(*fakes, None, 0.0, is_causal, enable_gqa=shares_keys)
+        number = ask(*small, None, 0.0, is_causal, enable_gqa=shares_keys)
     return SDPBackend(number)
 
 

@@ -19,6 +19,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import Symbol
 from torch import Tensor
 
+from thunder_memsave.aten.record import turns_of
 from thunder_memsave.ops.aten_operators import function_of
 from thunder_memsave.ops.kernel_calls import own_executor
 
@@ -131,7 +132,7 @@ def run_in_tiles(
         torch.empty(tuple(shape), dtype=r.dtype, device=device) if r.kind == "rows" else None
         for r, shape in zip(program.results, shapes, strict=True)
     ]
-    for start in range(0, num_rows, rows_per_tile):
+    for start in turns_of(range(0, num_rows, rows_per_tile), operands[0]):
         rows = slice(start, min(start + rows_per_tile, num_rows))
         is_last = rows.stop == num_rows
         tile = _tile(program, operands, num_rows, rows)

@@ -8,9 +8,7 @@ from torch import Tensor
 from thunder_memsave.finetune.objectives.causal_lm import loss_of_logits
 
 
-def log_probabilities(
-    logits: Tensor, targets: Tensor, num_targets: Tensor | None = None
-) -> Tensor:
+def log_probabilities(logits: Tensor, targets: Tensor, num_targets: Tensor | None = None) -> Tensor:
     """Return the log-probability of each target, (rows, length); 0 where it is `IGNORED`.
 
     Arguments are those of `loss_of_logits`.

@@ -87,7 +87,10 @@ class LossOperators(LinearOperators):
             kernels=name_of_kernels(computation.backend),
         )
         sizes = (x.shape[0], weight.shape[0])
-        self._rows_per_tile = fp8_tile_rows(*sizes, self._settings, scaling=self._scaling)
+        width = weight.shape[1] if self._wanted.weight else 0
+        self._rows_per_tile = fp8_tile_rows(
+            *sizes, self._settings, scaling=self._scaling, width=width
+        )
 
     def forward(self) -> TensorProxy:
         """Record the loss, float32: a scalar, or (tokens,)."""

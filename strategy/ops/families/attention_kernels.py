@@ -35,8 +35,8 @@ _MASK_COLUMNS = 16
 _ROWS = 128
 """Flash attention's backward rounds sequences up to this (flash_attn/flash_api.cpp)."""
 
-_STATE_BYTES = 2 * 512
-"""Seed and offset, each in a block of PyTorch's allocator."""
+_STATE_BYTES = 4 * 512
+"""Seed and offset, and what else cuDNN takes, in blocks of PyTorch's allocator."""
 
 Shape = tuple[int, ...]
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -228,9 +228,10 @@ def cuda_backward_bytes(operands: Sequence[Operand]) -> int:
     """Bound what flash attention's backward allocates inside (pytorch's flash_api.cpp, `mha_bwd`), and cuDNN's.
 
     That is a float32 gradient of the query, a float32 number per row, both with rounded sizes, where key heads are
-    shared one gradient of key and value per query head, and the state of a generator that nothing reads. cuDNN's workspace has the same parts, not rounded
-    (cudnn-frontend, `SDPABackwardNodeBase`: `dQ_accum`, `softmax_sum`, `dK_fullhead`, `dV_fullhead`). The first three
-    of four dimensions are batch, heads and rows, in either order.
+    shared one gradient of key and value per query head, and the state of a generator that nothing reads. cuDNN's
+    workspace has the same parts, not rounded (cudnn-frontend, `SDPABackwardNodeBase`: `dQ_accum`, `softmax_sum`,
+    `dK_fullhead`, `dV_fullhead`), and a few bytes more, seen on an H200. The first three of four dimensions are batch,
+    heads and rows, in either order.
     """
     of_four = [v for v in operands if len(v.shape) == 4]
     if len(of_four) < 4:

@@ -86,8 +86,11 @@ def linear_cross_entropy(
     assert hidden.shape[0] == targets.shape[0], "each token has a target"
     targets = with_usual_index(targets, ignore_index)
     options = (float(label_smoothing), float(z_loss), soft_cap, float(logit_scale))
-    rows = tile_rows(sizes[0], sizes[2], dtype or hidden.dtype, LossOptions(*options))
     wanted = _wanted(operands)
+    rows = tile_rows(
+        *(sizes[0], sizes[2], dtype or hidden.dtype, LossOptions(*options)),
+        width=sizes[1] if wanted.weight else 0,
+    )
     settings = (*sizes, reduction, *options, rows)
     loss = call_kernel(_kernel_for(wanted, reduction), *operands, targets, num_kept, *settings)
     return loss if loss_dtype is None else loss.to(loss_dtype)

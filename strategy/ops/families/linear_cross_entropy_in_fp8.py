@@ -67,16 +67,18 @@ _OF_GRADIENTS = ("scaling", "grad_dtype", "records", "wanted")
 
 
 def fp8_tile_rows(
-    num_tokens: int, num_classes: int, settings: Settings, *, scaling: Scaling
+    num_tokens: int, num_classes: int, settings: Settings, *, scaling: Scaling, width: int
 ) -> int:
-    """Return the tokens of a tile.
+    """Return the tokens of a tile; arguments are those of `tiled_loss.tile_rows`.
 
     A logit's gradient takes a byte in fp8 and one in its transpose; blocks are cast from a transposed copy too.
     """
     dtype = settings.dtype
     more_bytes = 2 + dtype.itemsize * (scaling == "block")
     has_blocks = scaling != "tensor"
-    rows = tile_rows(num_tokens, num_classes, dtype, settings.options, more_bytes=more_bytes)
+    rows = tile_rows(
+        num_tokens, num_classes, dtype, settings.options, more_bytes=more_bytes, width=width
+    )
     return max(rows // BLOCK, 1) * BLOCK if has_blocks and rows < num_tokens else rows
 
 

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from thunder_memsave.aten.record import turns_of
+
 IGNORED = -100
 """The target of tokens that have no loss."""
 TILE_BYTES = 192 * 2**20
-"""Bytes that the logits of a tile may take, with their copies."""
+"""Bytes that the logits of a tile may take, with their copies; more beside the sum of a large weight's gradients."""
 _PRODUCT_BYTES = 32 * 2**20
 """Bytes that a part of the weight's gradient of one tile may take, before it is added up in float32."""
 
@@ -112,8 +114,11 @@ def tile_rows(
     options: LossOptions,
     *,
     more_bytes: int = 0,
+    width: int = 0,
 ) -> int:
     """Return the tokens of a tile: as many as `TILE_BYTES` allow, in tiles of about one size.
+
+    Each tile reads and writes the sum of the weight's gradients, so that tiles may take half of its bytes.
 
     Args:
         num_tokens: Of all tiles.
@@ -121,11 +126,13 @@ def tile_rows(
         dtype: Of the linear layer's results.
         options: Of the loss.
         more_bytes: What each logit takes beside its copy in a wide dtype and that in `dtype`.
+        width: Of the weight, if it gets a gradient.
     """
     wide = wide_dtype(dtype).itemsize
     of_logit = wide * (1 + (options.soft_cap is not None)) + more_bytes
     of_logit += dtype.itemsize * (dtype.itemsize != wide)
-    most = max(1, TILE_BYTES // (num_classes * of_logit))
+    tile_bytes = max(TILE_BYTES, wide * num_classes * width // 2)
+    most = max(1, tile_bytes // (num_classes * of_logit))
     num_tiles = max(1, -(-num_tokens // most))
     return max(1, -(-num_tokens // num_tiles))
 
@@ -165,7 +172,7 @@ def losses_in_tiles(
     num_tokens = hidden.shape[0] if places is None else places.numel()
     step = rows_per_tile
     sums = None if gradients is None else _Sums(gradients, wide, is_one=num_tokens <= step)
-    for start in range(0, num_tokens, step):
+    for start in turns_of(range(0, num_tokens, step), hidden):
         rows: Tensor | slice = slice(start, min(start + step, num_tokens))
         rows = rows if places is None else places[rows]
         of_rows = hidden[rows]
@@ -336,5 +343,5 @@ def multiplied(value: Tensor, factor: Tensor) -> Tensor:
 def parts_of(value: Tensor) -> Iterator[slice]:
     """Yield rows of which a copy in float32 has `_PRODUCT_BYTES` at most."""
     step = max(1, _PRODUCT_BYTES // (4 * value[0].numel() or 1)) if value.shape[0] else 1
-    for start in range(0, value.shape[0], step):
+    for start in turns_of(range(0, value.shape[0], step), value):
         yield slice(start, start + step)
