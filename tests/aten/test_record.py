@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -9,7 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.memory import measured_peak_bytes
-from thunder_memsave.aten.record import AtenRecord, allocated_bytes, once_through_memory, storage_id
+from thunder_memsave.aten.record import (
+    AtenRecord,
+    allocated_bytes,
+    once_through_memory,
+    storage_id,
+    turns_of,
+)
 
 
 def chain(x: torch.Tensor) -> torch.Tensor:
@@ -107,3 +115,25 @@ def test_only_writes_to_what_exists_are_writes() -> None:
 def test_cuda_allocates_blocks_of_512_bytes() -> None:
     assert [allocated_bytes(n, "cuda") for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
     assert allocated_bytes(513, "cpu") == 513
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 3, 4, 9])
+def test_turns_of_a_loop_without_numbers_are_counted_and_not_all_taken(num_turns: int) -> None:
+    def run(turns: Iterable[int], x: torch.Tensor) -> None:
+        for start in turns:
+            for _ in turns_of(range(num_turns), x):
+                part = x[start : start + 5] @ x.T
+                part.add_(1.0)
+
+    starts, found = range(0, 5 * num_turns - 2, 5), []
+    with FakeTensorMode():
+        x = torch.empty(max(starts.stop, 1), 4)
+        for turns in (starts, turns_of(starts, x)):
+            with AtenRecord((x,)) as record:
+                run(turns, x)
+            found.append((record.flops, record.moved_bytes, record.peak_bytes, record.live_bytes))
+            num_allocations = len(record.allocations)
+    assert found[0] == found[1]
+    assert num_allocations <= 3 * 3 * 4
+    real = torch.zeros(4)
+    assert list(turns_of(range(0, 90, 10), real)) == list(range(0, 90, 10))

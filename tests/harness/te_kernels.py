@@ -168,7 +168,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     }[int(dtype)]
 
 
-def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
+def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None) -> Tensor:
     """Emulate `tex.fp8_transpose`: the last dimension comes first."""
     _refuse_fake(data)
     calls.transposed.append(tuple(data.shape))

@@ -72,7 +72,8 @@ def test_flash_attention_on_cuda_is_bounded_by_what_its_source_allocates() -> No
     attention = Operation(_flash, on_cuda, True)
     accumulated, sums, shared = 4 * 2 * 8 * 128 * 64, 4 * 2 * 8 * 128, 2 * 2 * query.numel()
     backward = profile_of("sdpaex_attention_backward[]")
-    assert bounded_scratch(attention, backward) == accumulated + sums + shared
+    state = 4 * 512  # of a generator, and what cuDNN takes more
+    assert bounded_scratch(attention, backward) == accumulated + sums + shared + state
     assert bounded_scratch(attention, profile_of("sdpaex_attention_forward[]")) == 0
 
 

@@ -154,7 +154,7 @@ def transpose(q: Tensor) -> Tensor:
     if isinstance(q, FakeTensor):
         return q.t().contiguous()
     library = loaded()
-    copied = library.extension.fp8_transpose(q.view(torch.uint8), library.dtypes[q.dtype])
+    copied = library.extension.fp8_transpose(q.view(torch.uint8), library.dtypes[q.dtype], out=None)
     return copied.view(q.dtype)  # type: ignore[no-any-return]
 
 

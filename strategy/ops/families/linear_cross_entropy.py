@@ -17,6 +17,7 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
+from thunder_memsave.ops.cuda_device import device_of
 from thunder_memsave.ops.families.tiled_loss import (
     IGNORED,
     Gradients,
@@ -91,7 +92,8 @@ def linear_cross_entropy(
         *(sizes[0], sizes[2], dtype or hidden.dtype, LossOptions(*options)),
         width=sizes[1] if wanted.weight else 0,
     )
-    settings = (*sizes, reduction, *options, rows)
+    is_on_cuda = device_of(hidden).type == "cuda"
+    settings = (*sizes, reduction, *options, rows, is_on_cuda)
     loss = call_kernel(_kernel_for(wanted, reduction), *operands, targets, num_kept, *settings)
     return loss if loss_dtype is None else loss.to(loss_dtype)
 
@@ -112,7 +114,7 @@ def _wanted(operands: Sequence[Tensor | None]) -> Wanted:
 _TAKES = (
     *("hidden", "weight", "bias", "adapter", "targets", "num_kept"),
     *("num_tokens", "width", "num_classes", "rank", "reduction"),
-    *("label_smoothing", "z_loss", "soft_cap", "logit_scale", ROWS_PER_TILE),
+    *("label_smoothing", "z_loss", "soft_cap", "logit_scale", ROWS_PER_TILE, "is_on_cuda"),
 )
 
 _ON_HOST = ("num_kept",)
@@ -129,11 +131,12 @@ def _losses(
     factors: Tensor | None = None,
     gradients: Gradients | None = None,
 ) -> Tensor:
-    *options, rows = settings[5:]
+    *options, rows, is_on_cuda = settings[5:]
     return losses_in_tiles(
         *(hidden, Head(weight, bias, adapter), targets, LossOptions(*options)),
         num_kept=num_kept,
         rows_per_tile=rows,
+        is_on_cuda=is_on_cuda,
         factors=factors,
         gradients=gradients,
     )

@@ -7,16 +7,17 @@ pass: each tile has its logits once. All after the products is computed in float
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
 
-from thunder_memsave.aten.record import turns_of
+from thunder_memsave.aten.record import once_through_memory, turns_of
 
 IGNORED = -100
 """The target of tokens that have no loss."""
@@ -150,6 +151,7 @@ def losses_in_tiles(
     *,
     num_kept: Tensor | None = None,
     rows_per_tile: int,
+    is_on_cuda: bool = False,
     factors: Tensor | None = None,
     gradients: Gradients | None = None,
 ) -> Tensor:
@@ -163,6 +165,7 @@ def losses_in_tiles(
         num_kept: int64 scalar on the CPU: how many tokens have a loss; the others are not computed. None: they are not
             on a CPU, where they are counted.
         rows_per_tile: Tokens whose logits exist at a time.
+        is_on_cuda: Whether this is, or is planned to be, on CUDA.
         factors: What each token's loss is multiplied by before it is differentiated, as a number or (tokens,).
         gradients: Are written, if given.
     """
@@ -171,7 +174,9 @@ def losses_in_tiles(
     places = kept_places(targets, num_kept)
     num_tokens = hidden.shape[0] if places is None else places.numel()
     step = rows_per_tile
-    sums = None if gradients is None else _Sums(gradients, wide, is_one=num_tokens <= step)
+    sums = None
+    if gradients is not None:
+        sums = _Sums(gradients, wide, is_one=num_tokens <= step, is_on_cuda=is_on_cuda)
     for start in turns_of(range(0, num_tokens, step), hidden):
         rows: Tensor | slice = slice(start, min(start + step, num_tokens))
         rows = rows if places is None else places[rows]
@@ -276,9 +281,11 @@ class Tile:
 class _Sums:
     """Adds up the gradients of all tiles: in a wide dtype, and in place where that is their own."""
 
-    def __init__(self, gradients: Gradients, wide: torch.dtype, *, is_one: bool) -> None:
+    def __init__(
+        self, gradients: Gradients, wide: torch.dtype, *, is_one: bool, is_on_cuda: bool
+    ) -> None:
         """`is_one`: there is one tile at most, so that nothing is added up."""
-        self.of = gradients
+        self.of, self._is_on_cuda = gradients, is_on_cuda
         if gradients.hidden is not None:
             gradients.hidden.zero_()
         wide_sum = None if is_one else wide
@@ -299,9 +306,22 @@ class _Sums:
             if adapter is not None:
                 self.of.hidden[rows, width:] = of_logits @ adapter
         if self.weight is not None:
-            _add_product(self.weight, of_logits.T, hidden[:, :width])
+            self._add_product(self.weight, of_logits.T, hidden[:, :width])
         if self.adapter is not None:
-            _add_product(self.adapter, of_logits.T, hidden[:, width:])
+            self._add_product(self.adapter, of_logits.T, hidden[:, width:])
+
+    def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add `left @ right`; where the total is wider, without a whole product beside it."""
+        if total.dtype is right.dtype:
+            torch.addmm(
+                total, left, right, out=total
+            )  # its FLOPs are counted, those of `addmm_` not
+        elif self._is_on_cuda:
+            with once_through_memory(total, total, left, right):
+                add_wide_product(total, left, right)
+        else:
+            for rows in parts_of(total):
+                total[rows].add_(left[rows] @ right)
 
     def finish(self) -> None:
         """Round the sums to the dtype of the gradients."""
@@ -319,13 +339,28 @@ def _sum_of(result: Tensor | None, wide: torch.dtype | None) -> Tensor | None:
     return result.zero_() if is_enough else torch.zeros_like(result, dtype=wide)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right`; where the total is wider, by parts of its rows, so that no whole product is made."""
-    if total.dtype is right.dtype:
-        torch.addmm(total, left, right, out=total)  # its FLOPs are counted, those of `addmm_` not
-        return
-    for rows in parts_of(total):
-        total[rows].add_(left[rows] @ right)
+@torch.library.custom_op("thunder_memsave::add_wide_product", mutates_args=("total",))
+def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` on CUDA, where cuBLAS adds it up in the total's dtype and makes nothing beside.
+
+    Args:
+        total: float32 (m, n).
+        left: bfloat16 or float16 (m, k).
+        right: Of the same dtype, (k, n).
+    """
+    torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+@add_wide_product.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    return None
+
+
+@register_flop_formula(torch.ops.thunder_memsave.add_wide_product)
+def _flops_of_product(
+    total: Sequence[int], left: Sequence[int], right: Sequence[int], out_shape: Any = None
+) -> int:
+    return 2 * left[0] * left[1] * right[1]
 
 
 def multiplied(value: Tensor, factor: Tensor) -> Tensor:

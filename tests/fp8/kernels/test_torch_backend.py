@@ -380,19 +380,34 @@ def test_what_cuda_wants_of_a_product_does_not_change_it(out_dtype: torch.dtype)
 
 @pytest.mark.parametrize("height", [1, 128])
 @pytest.mark.parametrize("wide", [208, 512])
-def test_operands_on_cuda_are_laid_out_as_torch_checks_them(height: int, wide: int) -> None:
+def test_scales_of_blocks_are_laid_out_as_torch_checks_them_on_cuda(
+    height: int, wide: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def multiply(a: Tensor, b: Tensor, **given: Any) -> Tensor:
+        seen.update(given)  # on meta, torch 2.13 expects the floor of a number of blocks
+        return a.new_empty(a.shape[0], b.shape[1], dtype=given["output_dtype"])
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", multiply)
     down, across = torch_backend.block_scales_shape(144, wide, height)
-    # Shapes and strides on meta are checked as those on CUDA are.
     x, weight = (torch.empty(rows, wide, dtype=E4M3, device="meta") for rows in (24, 144))
     x_scale_inv = torch.empty(torch_backend.block_scales_shape(24, wide, 1), device="meta")
     weight_scale_inv = torch.empty(down, across, device="meta")
     product = cublas_gemm.cuda_gemm(
         x, x_scale_inv, weight, weight_scale_inv, None, torch.bfloat16, False
     )
-    assert product.shape == (24, 144)
-    assert cublas_gemm._cuda_scales(x, x_scale_inv).stride() == (1, 24)
-    strides = cublas_gemm._cuda_scales(weight, weight_scale_inv).stride()
-    assert strides == ((1, 144) if height == 1 else (4, 1))
+    assert (product.shape, product.dtype) == ((24, 144), torch.bfloat16)
+    kinds, scales = torch.nn.functional.ScalingType, seen["scale_a"]
+    assert seen["scale_recipe_a"] is kinds.BlockWise1x128
+    assert (scales.shape, scales.stride()) == ((24, across), (1, 24))
+    scales = seen["scale_b"]
+    if height == 1:
+        assert seen["scale_recipe_b"] is kinds.BlockWise1x128
+        assert (scales.shape, scales.stride()) == ((144, across), (1, 144))
+    else:  # rows of 2 or 4 scales become 4
+        assert seen["scale_recipe_b"] is kinds.BlockWise128x128
+        assert (scales.shape, scales.stride()) == ((4, 2), (1, 4))
 
 
 def test_rows_that_cuda_would_refuse_are_made_whole() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.memory import measured_memory, measured_peak_bytes
 from thunder_memsave.aten.record import AtenRecord
@@ -17,11 +18,15 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.ops.families import linear_cross_entropy as operation
+from thunder_memsave.ops.families import tiled_loss
 from thunder_memsave.ops.families.tiled_loss import (
     IGNORED,
     TILE_BYTES,
+    Gradients,
+    Head,
     LossOptions,
     Wanted,
+    losses_in_tiles,
     tile_rows,
 )
 from thunder_memsave.planner.cost import costs_us
@@ -68,10 +73,12 @@ def in_tiles(
     of: LossOptions,
     rows: int,
     num_kept: Tensor | None = None,
+    *,
+    is_on_cuda: bool = False,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Return the loss, its gradients and the cotangent that they are for."""
     options = (of.label_smoothing, of.z_loss, of.soft_cap, of.logit_scale)
-    settings = (TOKENS, WIDTH, CLASSES, RANK, reduction, *options, rows)
+    settings = (TOKENS, WIDTH, CLASSES, RANK, reduction, *options, rows, is_on_cuda)
     kernel = operation._kernel_for(EVERY_OPERAND, reduction)  # type: ignore[arg-type]
     values = [*(t.detach() for t in tensors), targets, num_kept, *settings]
     results = kernel.run(*values)
@@ -135,6 +142,52 @@ def test_in_lower_precision_the_error_is_that_of_pytorch(
             assert relative_error(mine, right) <= most
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_on_cuda_sums_are_added_up_within_products(
+    reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(total: Tensor, left: Tensor, right: Tensor) -> None:
+        total.add_(left.float() @ right.float())
+
+    monkeypatch.setattr(tiled_loss, "add_wide_product", add)
+    tensors, targets = operands(torch.bfloat16, 0.3)
+    _, found, grad = in_tiles(tensors, targets, reduction, PLAIN, 5, is_on_cuda=True)
+    exact_tensors = [t.detach().double().requires_grad_() for t in tensors]
+    exact = composed(exact_tensors, targets, reduction, PLAIN)
+    for mine, right in zip(
+        found, torch.autograd.grad(exact, exact_tensors, grad.double()), strict=True
+    ):
+        assert relative_error(mine, right) <= 4 * torch.finfo(torch.bfloat16).eps
+
+
+def test_on_cuda_no_product_is_made_beside_the_sum() -> None:
+    peak_bytes, flops = {}, {}
+    for is_on_cuda in (False, True):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            tensors, targets = operands(torch.bfloat16, 0.0)
+            gradients = Gradients(None, torch.empty_like(tensors[1]), None)
+            head = Head(tensors[1], None)
+            with torch.no_grad(), AtenRecord((*tensors, targets, gradients.weight)) as record:
+                losses_in_tiles(
+                    *(tensors[0][:, :WIDTH], head, targets, PLAIN),
+                    rows_per_tile=5,
+                    is_on_cuda=is_on_cuda,
+                    factors=torch.ones(()),
+                    gradients=gradients,
+                )
+        peak_bytes[is_on_cuda], flops[is_on_cuda] = record.peak_bytes, record.flops
+    assert flops[True] == flops[False] > 0
+    assert peak_bytes[True] < peak_bytes[False]
+
+
+def test_tiles_beside_a_large_sum_are_larger() -> None:
+    alone = tile_rows(8192, 128_256, torch.bfloat16, PLAIN)
+    beside = tile_rows(8192, 128_256, torch.bfloat16, PLAIN, width=4096)
+    assert 4 * alone < beside < 8192
+    assert beside * 128_256 * 6 <= 4 * 128_256 * 4096 // 2
+    assert tile_rows(8192, 1000, torch.bfloat16, PLAIN, width=64) == 8192
+
+
 def test_a_token_that_is_ignored_costs_nothing_on_a_cpu() -> None:
     flops = {}
     for num_ignored in (0, 20, TOKENS):
@@ -190,7 +243,7 @@ def test_a_tile_has_a_bound_whatever_the_vocabulary_and_length(
 WIDTH_OF_HEAD = 8
 
 
-class Head(nn.Module):
+class LayerAndHead(nn.Module):
     """A layer and a head over a large vocabulary, with the loss."""
 
     def __init__(self, num_classes: int, *, is_trained: bool) -> None:
@@ -217,7 +270,7 @@ class Run:
         budget: int | None = None,
         between: int = 0,
     ) -> None:
-        self.head = Head(num_classes, is_trained=is_trained)
+        self.head = LayerAndHead(num_classes, is_trained=is_trained)
         self.planner = MemoryPlanner(
             MemoryConfig(policy=policy),
             device=device("cpu"),

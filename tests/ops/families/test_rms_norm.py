@@ -118,6 +118,7 @@ GRADIENTS: tuple[Callable[[], Tensor], ...] = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_is_laid_out_as_it_was_traced(
