@@ -9,5 +9,5 @@
     product.py    the command line
     report.py     one JSON and one Markdown table for each part
 
-Nothing here has run on a GPU yet. `--device cpu` runs the same code on tiny shapes, as far as a CPU goes.
+docs/gpu.md says what it has shown. `--device cpu` runs the same code on tiny shapes, as far as a CPU goes.
 """

@@ -110,7 +110,9 @@ def _point(
     made = _set_up(target, budget_bytes, trained=trained)
     made.step()  # compiles, and makes the optimizer's state
     made.step()
-    free(target)
+    if target.is_cuda:  # the cache stays: without it, other bytes are reserved
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
     made.step()
     call = made.strategy._planned_call()
     assert call is not None

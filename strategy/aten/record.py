@@ -97,6 +97,9 @@ class AtenRecord(TorchDispatchMode):
         self.peak_bytes = 0
         self.flops = 0
         """Multiplications and additions, as torch's FlopCounterMode counts, but for attention."""
+        self.flops_dtype: torch.dtype | None = None
+        """The narrowest floating dtype that the operator with the most of them read."""
+        self._most_flops = 0
         self.moved_bytes = 0
         self.is_random = False
         self.written: set[int] = set()
@@ -120,13 +123,20 @@ class AtenRecord(TorchDispatchMode):
         for tensor in outputs:
             self._follow(tensor)
         self.is_random |= draws(func, args, kwargs)
-        self.flops += _flops(func, args, kwargs, result)
+        self._count_flops(_flops(func, args, kwargs, result), inputs)
         if func._schema.is_mutable:
             self.written |= _written(func, args, kwargs) & self._existing
         elif {storage_id(t) for t in outputs} <= {storage_id(t) for t in inputs}:
             return result  # a view moves nothing
         self.moved_bytes += _moved_bytes(func, inputs, outputs)
         return result
+
+    def _count_flops(self, flops: int, inputs: Sequence[Tensor]) -> None:
+        self.flops += flops
+        if flops > self._most_flops:
+            read = [t.dtype for t in inputs if t.dtype.is_floating_point]
+            self.flops_dtype = min(read, key=lambda dtype: dtype.itemsize, default=None)
+            self._most_flops = flops
 
     def allocations_from(self, start: int) -> tuple[int, ...]:
         """Return `allocations` from an index on, counted anew; frees of earlier ones are left out."""

@@ -217,7 +217,7 @@ class OpProfiles:
             is_random=record.is_random,
             changes_device=_changes_device(tensors, found),
             written=frozenset(numbers[s] for s in record.written),
-            dtype=str(_computed_in(tensors, found)).removeprefix("torch.") if found else "",
+            dtype=_computed_in(tensors, found, record.flops_dtype),
         )
 
 
@@ -237,11 +237,14 @@ def _by_one_kernel(profile: OpProfile, arguments: Sequence[Value]) -> OpProfile:
     )
 
 
-def _computed_in(arguments: Sequence[Tensor], results: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype that gives the peak rate: fp8 for a product of fp8 tensors, whose result has another dtype."""
+def _computed_in(
+    arguments: Sequence[Tensor], results: Sequence[Tensor], of_flops: torch.dtype | None
+) -> str:
+    """Return the dtype that gives the peak rate: that of products inside, of which fp8 is seen in the operands alone."""
     dtypes_read = {t.dtype for t in arguments}
     fp8 = next((d for d in FP8_DTYPES if d in dtypes_read), None)
-    return results[0].dtype if fp8 is None else fp8
+    found = fp8 or of_flops or next((t.dtype for t in results), None)
+    return "" if found is None else str(found).removeprefix("torch.")
 
 
 def _value(tensor: Tensor, numbers: Mapping[int, int]) -> Value:

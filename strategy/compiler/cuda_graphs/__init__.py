@@ -1,4 +1,4 @@
-"""Launches a compiled call as two CUDA graphs, one of its forward and one of its backward. Not yet run on a GPU.
+"""Launches a compiled call as two CUDA graphs, one of its forward and one of its backward.
 
     choose.py           whether: the setting, what forbids it (refusals.py), launches against kernels, bytes
           |

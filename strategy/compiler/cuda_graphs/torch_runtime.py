@@ -1,4 +1,4 @@
-"""Captures with torch.cuda. Not yet run on a GPU."""
+"""Captures with torch.cuda."""
 
 from __future__ import annotations
 
