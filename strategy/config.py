@@ -126,7 +126,8 @@ class MemoryConfig(Section):
     """`activations` lets the plan copy activations to the host in forward, and back in backward, where
     that takes less time than recomputing them, or nothing else fits. `optimizer` keeps the states of optimizers
     on the host; `optimizer.step()` copies them in and out piece by piece. `all` is both. Copies run beside what
-    computes. `auto` does so only where no plan fits otherwise, and never on the CPU. On a GPU it was tried in one small run."""
+    computes. `auto` does so only where no plan fits otherwise, and never on the CPU. One small run on a GPU has tried
+    it."""
 
     host_budget: Literal["auto"] | Bytes = "auto"
     """Memory of the host for `offload`, for each process: bytes; `auto` is half of what is free."""

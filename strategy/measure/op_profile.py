@@ -240,7 +240,7 @@ def _by_one_kernel(profile: OpProfile, arguments: Sequence[Value]) -> OpProfile:
 def _computed_in(
     arguments: Sequence[Tensor], results: Sequence[Tensor], of_flops: torch.dtype | None
 ) -> str:
-    """Return the dtype that gives the peak rate: that of products inside, of which fp8 is seen in the operands alone."""
+    """Return the dtype that gives the peak rate: that of products inside; of fp8 the operands alone tell."""
     dtypes_read = {t.dtype for t in arguments}
     fp8 = next((d for d in FP8_DTYPES if d in dtypes_read), None)
     found = fp8 or of_flops or next((t.dtype for t in results), None)

@@ -3,7 +3,8 @@
 Events, not `record_stream`: a copy starts after all that the computing stream was given before it, and what that
 stream is given after the wait runs after the copy. So memory that is freed after the wait, of the source or the
 destination, is reused only by work that comes later on the computing stream, as the allocator requires; and a buffer of
-the host that comes back after the wait is written to again only by a copy that starts later. On a GPU it was tried in one small run.
+the host that comes back after the wait is written to again only by a copy that starts later. One small run on a GPU has
+tried it.
 """
 
 from __future__ import annotations

@@ -165,9 +165,10 @@ def test_on_cuda_no_product_is_made_beside_the_sum() -> None:
     for is_on_cuda in (False, True):
         with FakeTensorMode(allow_non_fake_inputs=True):
             tensors, targets = operands(torch.bfloat16, 0.0)
-            gradients = Gradients(None, torch.empty_like(tensors[1]), None)
+            of_weight = torch.empty_like(tensors[1])
+            gradients = Gradients(None, of_weight, None)
             head = Head(tensors[1], None)
-            with torch.no_grad(), AtenRecord((*tensors, targets, gradients.weight)) as record:
+            with torch.no_grad(), AtenRecord((*tensors, targets, of_weight)) as record:
                 losses_in_tiles(
                     *(tensors[0][:, :WIDTH], head, targets, PLAIN),
                     rows_per_tile=5,
