@@ -101,7 +101,8 @@ class _Search:
         count = stretch.num_nodes // length
         nodes = [self._nodes[begin + i * length : begin + (i + 1) * length] for i in range(count)]
         layer_of = {n: i for i, layer in enumerate(nodes) for n in layer}
-        if not all(self._reads_near(n, layer_of) for n in (*self._nodes, self._output)):
+        everywhere = (*self._nodes, self._output)
+        if not all(self._reads_near(n, layer_of, last=count - 1) for n in everywhere):
             return None
         operands = self._operands(nodes, layer_of)
         if operands is None:
@@ -145,10 +146,9 @@ class _Search:
         at, other_at = self._at.get(one), self._at.get(other)
         return at is not None and other_at is not None and other_at - at == length
 
-    def _reads_near(self, node: fx.Node, layer_of: Mapping[fx.Node, int]) -> bool:
+    def _reads_near(self, node: fx.Node, layer_of: Mapping[fx.Node, int], *, last: int) -> bool:
         """Return whether a node reads its own layer and the one before, or what is in none; others: the last."""
         layer = layer_of.get(node)
-        last = max(layer_of.values())
         near = (last,) if layer is None else (layer - 1, layer)
         return all(layer_of.get(a, near[0]) in near for a in node.all_input_nodes)
 
