@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.language_model import sample_of
 from thunder_memsave.finetune.data.packing import pack
 from thunder_memsave.finetune.model.documents_apart import MaskKind
+from thunder_memsave.finetune.objectives.choose import objective_of
 from thunder_memsave.finetune.objectives.loss_in_model import call_inputs
 from thunder_memsave.finetune.objectives.supervised import SupervisedFineTuning, perplexity
 from thunder_memsave.finetune.plan.plan_run import _inputs
+from thunder_memsave.finetune.run_file.reading.parse import load_run_config
+
+SHIPPED = Path(__file__).parents[3] / "configs"
 
 
 @pytest.mark.parametrize(("loss", "expected"), [(0.0, 1.0), (1e4, math.inf), (math.inf, math.inf)])
 def test_a_perplexity_that_is_too_large_is_infinite(loss: float, expected: float) -> None:
     assert perplexity(loss) == expected
+
+
+@pytest.mark.parametrize(("graphs", "counts"), [("false", True), ("auto", False), ("true", False)])
+def test_a_loss_in_a_cuda_graph_asks_the_host_for_no_number(graphs: str, counts: bool) -> None:
+    config = load_run_config(SHIPPED / "tiny_pretrain.yaml", [f"--strategy.cuda_graphs={graphs}"])
+    objective = objective_of(config)
+    batch = objective.blank(2)
+    assert ("num_targets" in objective.loss_inputs(batch)) is counts
+    batch.targets[0, :3] = 1
+    logits = torch.randn(*batch.targets.shape, 7)
+    targets = batch.targets.flatten()
+    expected = cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+    batch.num_targets.fill_(3)
+    found = objective.loss(SimpleNamespace(logits=logits), **objective.loss_inputs(batch))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("mask", ["none", "boundaries", "additive"])

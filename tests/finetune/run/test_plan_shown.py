@@ -58,6 +58,17 @@ def test_the_plan_is_said_once_in_short_and_compared_with_what_was_measured(
     assert "a table of 40 rows" in path.read_text()
 
 
+def test_the_first_step_which_has_no_optimizer_states_yet_is_compared_with_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = PlanShown(tmp_path / "plan.txt")
+    for number, peak_bytes in enumerate((2**29, 2**30, 2**28)):
+        metrics = {"predicted_peak_bytes": 2**30, "peak_bytes": peak_bytes}
+        shown.on_train_batch_end(fabric=fabric_of(), metrics=metrics)
+        said = "memory: predicted peak 1.00 GiB, measured 1.00 GiB (+0.0%)\n"
+        assert capsys.readouterr().out == (said if number == 1 else "")
+
+
 def test_all_of_it_is_printed_if_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -326,6 +326,24 @@ def test_its_bytes_are_those_that_are_predicted(
     assert all(map(torch.equal, kept.gradients(), again.gradients()))
 
 
+class InFloat32(LayerAndHead):
+    """The same with a loss in float32."""
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layer(x)).float(), targets)
+
+
+def test_its_products_are_priced_in_the_dtype_that_they_read() -> None:
+    head = InFloat32(20_000, is_trained=True).bfloat16()
+    planner = MemoryPlanner(MemoryConfig(), device=device("h100"), budget_bytes=None)
+    compiled = CompiledModule(head, planner=planner)
+    x = torch.randn(64, WIDTH_OF_HEAD, dtype=torch.bfloat16)
+    compiled(x, torch.arange(64)).backward()
+    ops = planner.calls[-1].graph.ops
+    (op,) = [o for o in ops if o.symbol == "linear_cross_entropy_hidden_weight"]
+    assert (op.dtype, op.alone and op.alone.dtype) == ("bfloat16", "bfloat16")
+
+
 def test_a_budget_moves_the_gradients_to_backward_for_the_price_of_the_loss() -> None:
     free = Run(64, 20_000, is_trained=True, between=2**24)
     peak = free.planner.calls[-1].profile.peak_bytes
