@@ -81,16 +81,6 @@ def torchrun(target: Target) -> str:
     return f"ended with exit code 0; {_last_loss('zero3')}"
 
 
-def lora(target: Target) -> str:
-    """Fine-tune the trained model with LoRA."""
-    _require_directory("runs/first/model")
-    options = ["--model.name_or_path=runs/first/model", "--output_dir=runs/lora"]
-    options += ["--model.dtype=bfloat16", f"--train.max_steps={_steps(target, STEPS)}"]
-    options += ["--train.epochs=null"]
-    _require_success(_command("train", "tiny_lora", *options, "--devices=1"))
-    return f"ended with exit code 0; {_last_loss('lora')}"
-
-
 def out_of_memory(target: Target) -> str:
     """Train with less memory than the plan counts on: exit code 4, one message, and the allocator's state."""
     _require_directory("tiny")
@@ -205,7 +195,7 @@ _RUNS: dict[str, Callable[[Target], Measured | str]] = {
 }
 _AFTER_THEM: dict[str, Callable[[Target], Measured | str]] = {
     "torchrun, zero3": torchrun,
-    "LoRA": lora,
+    "LoRA": partial(recipe, name="lora", config="tiny_lora", options=[]),
 }
 _RECIPES: dict[str, Callable[[Target], Measured]] = {
     "QLoRA": partial(

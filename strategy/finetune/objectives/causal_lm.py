@@ -57,6 +57,12 @@ def model_inputs(batch: Batch, *, mask: MaskKind) -> dict[str, Any]:
     }
 
 
+def target_inputs(batch: Batch, *, are_counted: bool) -> dict[str, Any]:
+    """Make the keyword arguments `targets` and, if they are counted on the host, `num_targets` of a loss."""
+    counted = {"num_targets": batch.num_targets} if are_counted else {}
+    return {"targets": batch.targets, **counted}
+
+
 def _mask(batch: Batch, kind: MaskKind) -> Tensor:
     num_rows, length = batch.input_ids.shape
     boundaries = boundaries_of(batch.document_ends, length)

@@ -15,7 +15,7 @@ from thunder_memsave.finetune.data.preferences.examples import KINDS
 from thunder_memsave.finetune.data.preferences.rows import PreferenceBatch, PreferenceRows
 from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.model.documents_apart import MaskKind
-from thunder_memsave.finetune.objectives.causal_lm import model_inputs
+from thunder_memsave.finetune.objectives.causal_lm import model_inputs, target_inputs
 from thunder_memsave.finetune.objectives.completions import log_probabilities, summed_by_document
 from thunder_memsave.finetune.objectives.objective import Objective, Predictions
 from thunder_memsave.finetune.objectives.preference_losses import (
@@ -90,8 +90,8 @@ class PreferenceTuning(Objective[PreferenceBatch]):
         ]
 
     def _targets(self, texts: Batch) -> dict[str, Any]:
-        counted = {"num_targets": texts.num_targets} if self.counts_targets else {}
-        return {"targets": texts.targets, "document_ends": texts.document_ends, **counted}
+        counted = target_inputs(texts, are_counted=self.counts_targets)
+        return {**counted, "document_ends": texts.document_ends}
 
     @override
     def weight(self, batch: PreferenceBatch) -> Tensor:

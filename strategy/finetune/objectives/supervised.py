@@ -16,7 +16,11 @@ from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.model.documents_apart import MaskKind
-from thunder_memsave.finetune.objectives.causal_lm import loss_of_logits, model_inputs
+from thunder_memsave.finetune.objectives.causal_lm import (
+    loss_of_logits,
+    model_inputs,
+    target_inputs,
+)
 from thunder_memsave.finetune.objectives.objective import Objective
 
 
@@ -40,8 +44,7 @@ class SupervisedFineTuning(Objective[Batch]):
 
     @override
     def loss_inputs(self, batch: Batch) -> dict[str, Any]:
-        counted = {"num_targets": batch.num_targets} if self.counts_targets else {}
-        return {"targets": batch.targets, **counted}
+        return target_inputs(batch, are_counted=self.counts_targets)
 
     @override
     def loss(self, output: Any, **inputs: Any) -> Tensor:

@@ -19,6 +19,7 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
+from thunder_memsave.aten.record import CUDA_BLOCK_BYTES
 from thunder_memsave.ops.operation import (
     NO_SCRATCH,
     Derivative,
@@ -35,8 +36,8 @@ _MASK_COLUMNS = 16
 _ROWS = 128
 """Flash attention's backward rounds sequences up to this (flash_attn/flash_api.cpp)."""
 
-_STATE_BYTES = 4 * 512
-"""Seed and offset, and what else cuDNN takes, in blocks of PyTorch's allocator."""
+_STATE_BYTES = 4 * CUDA_BLOCK_BYTES
+"""Seed and offset, and what else cuDNN takes."""
 
 Shape = tuple[int, ...]
 Forward = Callable[..., tuple[Tensor, Tensor]]

@@ -12,21 +12,22 @@ tile by tile, to the numbers that they would have if all were cast at once:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from thunder_memsave.aten.record import turns_of
 from thunder_memsave.ops.families.tiled_loss import (
     Gradients,
     LossOptions,
     Tile,
     Wanted,
     kept_places,
+    num_computed,
     parts_of,
+    tiles_of,
     wide_dtype,
 )
 
@@ -152,19 +153,11 @@ def fp8_losses_in_tiles(
         rows_per_tile: Tokens whose logits exist at a time.
     """
     losses = torch.zeros(targets.shape, dtype=wide_dtype(head.dtype), device=targets.device)
-    for rows in _tiles(targets, kept_places(targets, num_kept), rows_per_tile):
+    for rows in tiles_of(targets, kept_places(targets, num_kept), rows_per_tile):
         tile = Tile(head.logits(hidden.rows(rows)), targets[rows], options)
         losses[rows] = tile.losses()
         del tile  # before the next one's logits
     return losses
-
-
-def _tiles(targets: Tensor, places: Tensor | None, step: int) -> Iterator[Tensor | slice]:
-    """Yield the rows of each tile: all, or those at `places`."""
-    num_tokens = (targets if places is None else places).numel()
-    for start in turns_of(range(0, num_tokens, step), targets):
-        rows = slice(start, min(start + step, num_tokens))
-        yield rows if places is None else places[rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +188,10 @@ class Fp8LossGradients:
         has_blocks = self.whole_hidden is not None
         step = -(-rows_per_tile // BLOCK) * BLOCK if has_blocks else rows_per_tile
         places = None if has_blocks else kept_places(self.targets, num_kept)
-        is_one = 0 < (self.targets if places is None else places).numel() <= step
-        scale = self.cast.scale if is_one else self._scale(_tiles(self.targets, places, step))
+        is_one = 0 < num_computed(self.targets, places) <= step
+        scale = self.cast.scale if is_one else self._scale(tiles_of(self.targets, places, step))
         sums = _Fp8Sums(self, is_one=is_one)
-        for rows in _tiles(self.targets, places, step):
+        for rows in tiles_of(self.targets, places, step):
             sums.add(rows, scale)
         return sums.finished()
 

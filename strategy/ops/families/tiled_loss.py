@@ -172,14 +172,11 @@ def losses_in_tiles(
     wide = wide_dtype(hidden.dtype)
     losses = torch.zeros(targets.shape, dtype=wide, device=hidden.device)
     places = kept_places(targets, num_kept)
-    num_tokens = hidden.shape[0] if places is None else places.numel()
-    step = rows_per_tile
     sums = None
     if gradients is not None:
-        sums = _Sums(gradients, wide, is_one=num_tokens <= step, is_on_cuda=is_on_cuda)
-    for start in turns_of(range(0, num_tokens, step), hidden):
-        rows: Tensor | slice = slice(start, min(start + step, num_tokens))
-        rows = rows if places is None else places[rows]
+        is_one = num_computed(targets, places) <= rows_per_tile
+        sums = _Sums(gradients, wide, is_one=is_one, is_on_cuda=is_on_cuda)
+    for rows in tiles_of(targets, places, rows_per_tile):
         of_rows = hidden[rows]
         tile = Tile(head.logits(of_rows), targets[rows], options)
         losses[rows] = tile.losses()
@@ -210,6 +207,19 @@ def kept_places(targets: Tensor, num_kept: Tensor | None) -> Tensor | None:
         message = f"More than {number} targets are kept, which was given as their number"
         torch._assert_async(is_ignored[first_left[number]], message)
     return first_left[:number]
+
+
+def num_computed(targets: Tensor, places: Tensor | None) -> int:
+    """Return the number of tokens that are computed: of all, or of those at `places`."""
+    return (targets if places is None else places).numel()
+
+
+def tiles_of(targets: Tensor, places: Tensor | None, step: int) -> Iterator[Tensor | slice]:
+    """Yield the rows of each tile of so many tokens: of all, or of those at `places`."""
+    num_tokens = num_computed(targets, places)
+    for start in turns_of(range(0, num_tokens, step), targets):
+        rows = slice(start, min(start + step, num_tokens))
+        yield rows if places is None else places[rows]
 
 
 class Tile:
@@ -313,9 +323,8 @@ class _Sums:
     def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
         """Add `left @ right`; where the total is wider, without a whole product beside it."""
         if total.dtype is right.dtype:
-            torch.addmm(
-                total, left, right, out=total
-            )  # its FLOPs are counted, those of `addmm_` not
+            # Its FLOPs are counted, those of `addmm_` not.
+            torch.addmm(total, left, right, out=total)
         elif self._is_on_cuda:
             with once_through_memory(total, total, left, right):
                 add_wide_product(total, left, right)
