@@ -148,6 +148,14 @@ class AtenRecord(TorchDispatchMode):
         )
         return tuple(later)
 
+    def repeat(self, allocations: Sequence[int], more_bytes: int) -> None:
+        """Count what was done before once more: its `allocations_from`, and the bytes of its peak above its start."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
+        num_before, sizes = self._num_allocations, [n for n in allocations if n > 0]
+        self._num_allocations += len(sizes)
+        self.allocations.extend(n if n > 0 else n - num_before for n in allocations)
+        self.live_bytes += sum(n if n > 0 else -sizes[-n - 1] for n in allocations)
+
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata

@@ -89,8 +89,11 @@ class Question:
 
     def smallest_bytes(self, *, time_limit_s: float) -> int:
         """Search for the smallest peak of any plan."""
+        limits: dict[str, Any] = {"time_limit_s": time_limit_s}
+        if self.offload is None:
+            limits["bounds_smallest"] = False
         try:
-            found = replace(self, policy="plan").solved(SMALLEST, time_limit_s=time_limit_s)
+            found = replace(self, policy="plan").solved(SMALLEST, **limits)
         except BudgetError as error:
             if error.smallest_bytes is None:
                 raise

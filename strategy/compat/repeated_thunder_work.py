@@ -2,6 +2,7 @@
 
 - `tree_flatten_with_dataclass` goes through the operands of each symbol twice, the first time to find dataclasses
   without a registration, of which there are none as a rule. Here they are looked for among the leaves of the second.
+  A lone proxy, the result of most symbols, is not first looked for in a set of types that is made for each call.
 - `Symbol.normalize` asks `inspect` for the signature of the same function each time.
 
 What both return is the same.
@@ -42,12 +43,13 @@ def _flattening(pytree: Any) -> Callable[[Any], tuple[list[Any], Any]]:
     import optree
 
     registering, checking = pytree.tree_flatten_with_dataclass, pytree.tree_flatten
+    proxy = pytree.ProxyInterface
     flatten, namespace = optree.tree_flatten, pytree.OPTREE_NAMESPACE
 
     def tree_flatten_with_dataclass(tree: Any) -> tuple[list[Any], Any]:
         """Flatten a tree, dataclasses in it too."""
         found: tuple[list[Any], Any]
-        if type(tree) in (tuple, list, dict):
+        if type(tree) in (tuple, list, dict) or isinstance(tree, proxy):
             found = flatten(tree, none_is_leaf=True, namespace=namespace)
         else:
             found = checking(tree, namespace=namespace)

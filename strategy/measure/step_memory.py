@@ -1,7 +1,7 @@
 """Finds the bytes that a training step holds besides forward and backward: the optimizer's state and its update.
 
-Clipping and the update run twice on FakeTensors, which shows for any optimizer what state it keeps, and whether it
-updates all parameters at once (`foreach`: a copy of them or more) or one by one.
+Clipping runs once and the update twice on FakeTensors, which shows for any optimizer what state it keeps, and whether
+it updates all parameters at once (`foreach`: a copy of them or more) or one by one.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class _Update:
     ) -> None:
         self._clip, self._fake = clip, FakeTensorMode(allow_non_fake_inputs=True)
         self._device_type = device_type
+        self._clipping: tuple[Sequence[int], int] | None = None
         self._parameters: dict[int, nn.Parameter] = {}
         with self._fake:
             self._optimizers = [self._copied(o) for o in optimizers]
@@ -99,10 +100,21 @@ class _Update:
     def run(self) -> None:
         """Clip gradients, and update once."""
         with self._fake, self.record:
-            if self._clip is not None:
-                self._clip([p for p in self._parameters.values() if p.grad is not None])
+            self._clip_gradients()
             for optimizer in self._optimizers:
                 self._step(optimizer)
+
+    def _clip_gradients(self) -> None:
+        """Clip; from the second time on as the first time, which depended on nothing that a step changes."""
+        if self._clip is None:
+            return
+        if self._clipping is not None:
+            self.record.repeat(*self._clipping)
+            return
+        start, live_bytes = len(self.record.allocations), self.record.live_bytes
+        self._clip([p for p in self._parameters.values() if p.grad is not None])
+        more_bytes = self.record.peak_bytes - live_bytes
+        self._clipping = self.record.allocations_from(start), more_bytes
 
     def change(self, change: Callable[[Optimizer], object]) -> None:
         """Change the copies."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from thunder_memsave.callbacks.flops import training_flops
 from thunder_memsave.finetune.data.packing import Batch, Rows
 from thunder_memsave.finetune.data.tokenize import IGNORED
 from thunder_memsave.finetune.model.documents_apart import MaskKind
@@ -93,6 +92,8 @@ def flops_of_tokens(model: Any, *, length: int) -> float | None:
         model: The model, on the meta device.
         length: Tokens per row.
     """
+    from thunder_memsave.callbacks.flops import training_flops  # Lightning: planning needs none
+
     # With an explicit mask and positions: to make them, models read values of tensors.
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     with torch.device("meta"):

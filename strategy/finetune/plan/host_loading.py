@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from thunder_memsave.finetune.model.build import describe_model
 from thunder_memsave.finetune.plan.planned_ranks import num_shards, ranks_per_node
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.planner.report.explain import in_units
@@ -36,22 +35,22 @@ class HostLoading:
         )
 
 
-def host_loading(config: RunConfig, *, num_ranks: int) -> HostLoading:
+def host_loading(model: nn.Module, config: RunConfig, num_ranks: int) -> HostLoading:
     """Predict it for devices that are no CPUs, whose weights leave the host one after the other.
 
     Files are taken to have `model.dtype`. A rank reads its own rows of one tensor at a time (`materialize/fill.py`),
     also of weights that are then quantised. A module without files is whole while it is initialised.
 
     Args:
+        model: As `describe_model` returns it.
         config: The run.
         num_ranks: The number of all ranks.
     """
-    model, strategy = describe_model(config), config.of_strategy
     if config.model.config is not None:
         sizes = _of_modules(model)
     else:
         in_files = getattr(torch, config.model.dtype)
-        sizes = _of_tensors(model, in_files, num_shards=num_shards(strategy, num_ranks))
+        sizes = _of_tensors(model, in_files, num_shards=num_shards(config.of_strategy, num_ranks))
     num_bytes, name = max(sizes, key=lambda size: size[0])
     return HostLoading(name=name, num_bytes=num_bytes, num_processes=ranks_per_node(num_ranks))
 

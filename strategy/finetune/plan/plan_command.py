@@ -32,7 +32,6 @@ from thunder_memsave.settings.problems import ConfigError
 
 if TYPE_CHECKING:
     from thunder_memsave.finetune.plan.cheapest_change import Found
-    from thunder_memsave.finetune.plan.host_loading import HostLoading
     from thunder_memsave.finetune.plan.longest_row import LongestRow
     from thunder_memsave.finetune.plan.other_formats import Choice
     from thunder_memsave.finetune.plan.plan_run import RunPlan
@@ -153,7 +152,7 @@ def run_plan(config: RunConfig, options: PlanOptions) -> int:
     made, config = answer.made, answer.config
     if answer.longest is not None:
         print(f"{answer.longest.sentence}\n")
-    print(describe_plan(made, config, progress, answer.loading))
+    print(describe_plan(made, config, progress))
     for text in answer.more:
         print(f"\n{text}")
     if options.shows_work:
@@ -198,8 +197,6 @@ class _Answer:
     """Runs with one thing changed, if these were asked for."""
     change: Found | None
     """Of a run that does not fit: a change with which it does."""
-    loading: HostLoading | None
-    """What the host holds meanwhile; None: the device is a CPU, so the model itself."""
 
     @property
     def more(self) -> list[str]:
@@ -219,7 +216,7 @@ class _Answer:
         """Return it as plain values."""
         change = None if self.change is None else self.change.change.shown
         formats = [dataclasses.asdict(each) for each in self.formats]
-        loading = None if self.loading is None else dataclasses.asdict(self.loading)
+        loading = None if self.made.loading is None else dataclasses.asdict(self.made.loading)
         others = [each.as_json() for each in self.others]
         found = {
             "change": change,
@@ -235,7 +232,6 @@ def _answer(config: RunConfig, options: PlanOptions, say: Callable[[str], None])
     stage("load libraries")
     from thunder_memsave.finetune.model.build import positions_of
     from thunder_memsave.finetune.plan.cheapest_change import cheapest_change
-    from thunder_memsave.finetune.plan.host_loading import host_loading
     from thunder_memsave.finetune.plan.longest_row import longest_row, with_row
     from thunder_memsave.finetune.plan.other_formats import Known, choices
     from thunder_memsave.finetune.plan.plan_run import plan_run
@@ -270,7 +266,6 @@ def _answer(config: RunConfig, options: PlanOptions, say: Callable[[str], None])
     change = None
     if not made.fits and longest is None:
         change = cheapest_change(config, made, plan, say=say)
-    is_on_host = options.device.name == "cpu"
     return _Answer(
         made=made,
         config=config,
@@ -278,7 +273,6 @@ def _answer(config: RunConfig, options: PlanOptions, say: Callable[[str], None])
         formats=formats,
         others=others,
         change=change,
-        loading=None if is_on_host else host_loading(config, num_ranks=num_ranks),
     )
 
 

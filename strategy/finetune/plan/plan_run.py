@@ -37,6 +37,7 @@ from thunder_memsave.finetune.plan.fp8_planned import (
     planned_fp8,
     refuse_without_fp8,
 )
+from thunder_memsave.finetune.plan.host_loading import HostLoading, host_loading
 from thunder_memsave.finetune.plan.planned_ranks import ranks_per_node
 from thunder_memsave.finetune.plan.run_planner import RunPlanner
 from thunder_memsave.finetune.process.deterministic import deterministic_choice
@@ -85,6 +86,8 @@ class RunPlan:
     """Whether the budget limits these, not bytes of tensors."""
     outside_bytes: Mapping[str, int]
     """Estimated bytes that the device holds beside what the allocator reserves; empty on the CPU."""
+    loading: HostLoading | None
+    """What the host holds meanwhile; None: the device is a CPU, so the model itself."""
     few_layers: FewLayers | None = None
     """What part of the model the call and the smallest budget are of; None: of the whole."""
     curve: tuple[tuple[int, float], ...]
@@ -142,6 +145,7 @@ def plan_run(
     budget_bytes = budget_of(strategy, device)
     objective = objective_of(config)
     model = _described(config, strategy)
+    loading = None if device.name == "cpu" else host_loading(model, config, num_ranks)
     few = FewLayers.left_of(model) if has_few_layers else None
     if few is not None:
         device = few.host_of(device)
@@ -184,6 +188,7 @@ def plan_run(
         reserved=_reserved(planner.call, device, config.memory),
         limits_reserved=limits_reserved(config.memory, device),
         outside_bytes=outside,
+        loading=loading,
     )
 
 

@@ -15,14 +15,11 @@ from thunder_memsave.planner.report.reserved_shown import describe_reserved
 from thunder_memsave.planner.reserved import ReservedMemory
 
 if TYPE_CHECKING:
-    from thunder_memsave.finetune.plan.host_loading import HostLoading
     from thunder_memsave.finetune.plan.plan_run import RunPlan
     from thunder_memsave.finetune.run_file.config import RunConfig
 
 
-def describe_plan(
-    made: RunPlan, config: RunConfig, progress: Progress, loading: HostLoading | None
-) -> str:
+def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
     """Write the tables, and say what loading holds and whether the run fits."""
     plan = plan_of(made)
     return "\n".join(
@@ -38,7 +35,7 @@ def describe_plan(
             "",
             f"smallest budget with a plan: about {in_units(made.smallest_bytes)}{_of_tensors(made)}",
             f"twice the rows per micro-batch: about {in_units(made.doubled_bytes)} with the same plan",
-            *([] if loading is None else [loading.sentence]),
+            *([] if made.loading is None else [made.loading.sentence]),
             *([_speed(made)] if made.fits else []),
             _made_in(plan, progress),
             "",

@@ -65,6 +65,7 @@ def solve(
     generator_state_bytes: int = CPU_GENERATOR_STATE_BYTES,
     time_limit_s: float = effort.TIME_LIMIT_S,
     searches: Sequence[Search] = SEARCHES,
+    bounds_smallest: bool = True,
 ) -> Plan:
     """Choose an action for each storage that backward needs: the least recompute time, the free wins not counted.
 
@@ -83,6 +84,7 @@ def solve(
         time_limit_s: Work after which the best plan so far is returned, in seconds of a usual core: plans do not
             depend on the machine.
         searches: The searches to use; without some, plans can be worse.
+        bounds_smallest: Whether an error's bound is worth work. If not, it counts one moment alone.
 
     Raises:
         BudgetError: no plan was found.
@@ -97,7 +99,7 @@ def solve(
     if fits is not None:
         return problem.plan(fits, budget_bytes, bound_us=0.0)
     problem.remember(known)
-    return _planned(problem, budget_bytes, time_limit_s, searches)
+    return _planned(problem, budget_bytes, time_limit_s, searches, bounds_smallest=bounds_smallest)
 
 
 def pareto(
@@ -148,7 +150,12 @@ def _least_kept(problem: Problem) -> Plan:
 
 
 def _planned(
-    problem: Problem, budget_bytes: int, time_limit_s: float, searches: Sequence[Search]
+    problem: Problem,
+    budget_bytes: int,
+    time_limit_s: float,
+    searches: Sequence[Search],
+    *,
+    bounds_smallest: bool,
 ) -> Plan:
     task = problem.task(budget_bytes)
     if has_few_decisions(task.model):
@@ -160,7 +167,9 @@ def _planned(
     bound = _fastest(task, time_limit_s, [s for s in searches if s.goal == "fastest"])
     found = task.best
     if found is None:
-        found = _last_resort(problem, budget_bytes, time_limit_s, searches)
+        found = _last_resort(
+            problem, budget_bytes, time_limit_s, searches, bounds_smallest=bounds_smallest
+        )
     return problem.plan(found, budget_bytes, bound_us=bound)
 
 
@@ -188,7 +197,12 @@ def _fastest(task: Task, time_limit_s: float, searches: Sequence[Search]) -> flo
 
 
 def _last_resort(
-    problem: Problem, budget_bytes: int, time_limit_s: float, searches: Sequence[Search]
+    problem: Problem,
+    budget_bytes: int,
+    time_limit_s: float,
+    searches: Sequence[Search],
+    *,
+    bounds_smallest: bool,
 ) -> Evaluated:
     """Search for the smallest plan instead of the fastest, for a budget near the least that is possible.
 
@@ -208,6 +222,8 @@ def _last_resort(
             search.run(task, work.part(search.share * time_limit_s))
     if task.best is not None:
         return task.best
+    if not bounds_smallest:
+        raise _no_plan(problem, budget_bytes, task.smallest, least)
     moments = highest_moments(task.smallest, effort.NEAR_PEAK * task.smallest.peak_bytes)
     bound = bound_bytes(task.model, moments, work.part(effort.SHARE_OF_PROOF * time_limit_s))
     raise _no_plan(problem, budget_bytes, task.smallest, max(bound, least))

@@ -14,7 +14,7 @@ from torch import Tensor
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.language_model import run_values, write_model, write_run_file
 from thunder_memsave.checkpoints.sources import SafetensorsSource
-from thunder_memsave.finetune.model.build import build_model, load_tokenizer
+from thunder_memsave.finetune.model.build import build_model, describe_model, load_tokenizer
 from thunder_memsave.finetune.plan.host_loading import host_loading
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 
@@ -58,7 +58,7 @@ def check_reads(run_file: Path) -> None:
 
         with patch.object(SafetensorsSource, "read", noting):
             fabric.setup(model)
-        predicted = host_loading(config, num_ranks=NUM_RANKS)
+        predicted = host_loading(describe_model(config), config, NUM_RANKS)
         assert predicted.num_processes == NUM_RANKS
         # Trained weights are float32: two bytes that are read, and four that they become.
         times = 3 if name == "converted" else 1
@@ -75,7 +75,8 @@ def test_a_model_without_files_is_initialised_module_by_module(run_file: Path) -
     overrides = ["--lora=null", "--model.dtype=float32"]
     values = [f"--model.config={ {**architecture, 'num_hidden_layers': 1} }"]
     assert config.model.config is None
-    found = host_loading(load_run_config(run_file, [*overrides, *values]), num_ranks=2)
+    config = load_run_config(run_file, [*overrides, *values])
+    found = host_loading(describe_model(config), config, 2)
     assert (found.name, found.num_bytes) == ("model.layers.0.mlp.gate_proj", 11008 * 32 * 4)
     assert (
         "on the host, loading holds at most 1.34 MiB of weights for each process" in found.sentence
