@@ -31,9 +31,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values["model"] |= {"frozen_weights": "mxfp4", "attn_implementation": "eager"}
     write_run_file(directory, values)
     train = ["-m", "thunder_memsave", "train", str(directory / "run.yaml")]
-    (directory / "printed.txt").write_text(run_python(train))
+    (directory / "printed.txt").write_text(run_python(train, num_forks=1))
     export = ["-m", "thunder_memsave", "export", str(directory / "run"), "--merge"]
-    run_python([*export, "--out", str(directory / "merged"), "--dtype", "float32"])
+    run_python([*export, "--out", str(directory / "merged"), "--dtype", "float32"], num_forks=1)
     return directory
 
 

@@ -37,9 +37,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base: Path) -> Path:
     values["model"]["frozen_weights"] = "nf4"
     values["optimizer"] = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-2}}
     write_run_file(directory, values)
-    run_python(["-m", "thunder_memsave", "train", str(directory / "run.yaml")])
+    run_python(["-m", "thunder_memsave", "train", str(directory / "run.yaml")], num_forks=1)
     export = ["-m", "thunder_memsave", "export", str(directory / "run"), "--merge"]
-    run_python([*export, "--out", str(directory / "merged"), "--dtype", "float32"])
+    run_python([*export, "--out", str(directory / "merged"), "--dtype", "float32"], num_forks=1)
     return directory
 
 

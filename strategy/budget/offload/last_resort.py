@@ -40,7 +40,7 @@ class LastResort:
 
     settings: MemoryConfig
     terms: OffloadTerms | None
-    """For activations; None: the host's memory is not known."""
+    """For activations, once no plan without fits; None: the host's memory is not known."""
     states: States
     free_bytes: int | None
     """Memory of the host for this process, before anything is there; None: not known."""
@@ -56,6 +56,7 @@ class LastResort:
         terms = None
         with suppress(PlanError):  # the host's memory is not known
             terms = offload_terms(asked, device, free_bytes=free_bytes)
+        terms = None if terms is None else replace(terms, is_last_resort=True)
         return cls(settings=asked, terms=terms, states=states, free_bytes=free_bytes)
 
     def attempts(self, first: Attempt) -> Iterator[Attempt | None]:

@@ -41,6 +41,8 @@ class OffloadTerms:
     """Most bytes of the host for one call."""
     least_bytes: int = LEAST_BYTES
     """Smaller values stay on the device."""
+    is_last_resort: bool = False
+    """Whether it is known that no plan without copies fits."""
 
 
 def solve_mix(
@@ -168,6 +170,8 @@ class _Mixes:
     @property
     def may_be_worse_than_alone(self) -> bool:
         """Whether a plan without offload may be faster, or smaller where none fits: no bound excludes it."""
+        if self.terms.is_last_resort and (self._all or self.errors):
+            return False
         moments, work = [self._model.between], self._problem.evaluate.work.part(self.time_limit_s)
         if self._all:
             fastest = min(plan.added_us for plan in self._all)

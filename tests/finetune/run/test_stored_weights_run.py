@@ -74,12 +74,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, kept: StoredF
     values["lora"]["use_dora"] = kept.name == "int8"
     write_run_file(directory, values)
     train = ["-m", "thunder_memsave", "train", str(directory / "run.yaml")]
-    (directory / "printed.txt").write_text(run_python(train))
+    (directory / "printed.txt").write_text(run_python(train, num_forks=1))
     resumed = f"--output_dir={directory / 'resumed'}"
     half = f"--resume={directory / 'run' / 'checkpoints' / 'step-00000002'}"
-    run_python([*train, resumed, half])
+    run_python([*train, resumed, half], num_forks=1)
     export = ["-m", "thunder_memsave", "export", str(directory / "run"), "--merge"]
-    run_python([*export, "--out", str(directory / "merged"), "--dtype", "float32"])
+    run_python([*export, "--out", str(directory / "merged"), "--dtype", "float32"], num_forks=1)
     return directory
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain, combinations
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -196,3 +197,26 @@ def test_what_fits_without_offload_is_not_offloaded() -> None:
         costs_us=costs_of(graph),
         generator_state_bytes=STATE_BYTES,
     )
+
+
+def test_what_is_known_not_to_fit_without_copies_is_not_searched_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, budget = training_chain(8), 740
+    found, last_resort = mixed(graph, budget), replace(TERMS, is_last_resort=True)
+    searched: list[bool] = []
+
+    def solve_and_see(*args: Any, **kwargs: Any) -> Plan:
+        searched.append(bool(kwargs.get("pinned") and kwargs["pinned"].offloaded))
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(mixes, "solve", solve_and_see)
+    asked: dict[str, Any] = {"costs_us": costs_of(graph), "generator_state_bytes": STATE_BYTES}
+    assert solve_mix(graph, budget_bytes=budget, terms=last_resort, **asked) == found
+    with pytest.raises(BudgetError):
+        solve_mix(graph, budget_bytes=1, terms=last_resort, **asked)
+    assert searched
+    assert all(searched)
+    with pytest.raises(BudgetError):  # with nothing to copy there is no other error to raise
+        solve_mix(graph, budget_bytes=1, terms=replace(last_resort, host_bytes=0), **asked)
+    assert not searched[-1]
