@@ -3,6 +3,7 @@
 - `tree_flatten_with_dataclass` goes through the operands of each symbol twice, the first time to find dataclasses
   without a registration, of which there are none as a rule. Here they are looked for among the leaves of the second.
   A lone proxy, the result of most symbols, is not first looked for in a set of types that is made for each call.
+- `BoundSymbol.gather_ctxs` makes all operands printable twice, though the first time fills both of the tables.
 - `Symbol.normalize` asks `inspect` for the signature of the same function each time.
 
 What both return is the same.
@@ -37,6 +38,7 @@ def apply() -> None:
     for module in (pytree, symbol, core_transforms, autodiff):
         module.tree_flatten_with_dataclass = flatten
     symbol.Symbol.normalize = _normalize
+    symbol.BoundSymbol.gather_ctxs = _gather_ctxs
 
 
 def _flattening(pytree: Any) -> Callable[[Any], tuple[list[Any], Any]]:
@@ -63,6 +65,11 @@ def _flattening(pytree: Any) -> Callable[[Any], tuple[list[Any], Any]]:
         return found
 
     return tree_flatten_with_dataclass
+
+
+def _gather_ctxs(self: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return what a symbol's line of Python imports, calls, and reads as objects."""
+    return self.import_ctx(), self._get_call_ctx(), self._object_ctx
 
 
 def _normalize(self: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -27,6 +27,7 @@ from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
 from thunder_memsave.compat import dora_weights, recorded_outputs, wrapped_parameters
+from thunder_memsave.compat.timed_guards import not_timed
 from thunder_memsave.errors import CaptureError, user_frame
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.returned_weights import returned_from_graph
@@ -344,7 +345,8 @@ def _build_guards(output: Any, call: Call, *, swapped: Mapping[int, nn.Parameter
 
     hooks = Hooks(guard_filter_fn=keep) if swapped else None
     code = get_traced_fn(call.target)[0].__code__
-    return output.graph_capture_output.build_guards(code, hooks=hooks).guard_manager
+    with not_timed():
+        return output.graph_capture_output.build_guards(code, hooks=hooks).guard_manager
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 There is no table of views and of writes in place: the run shows what memory a result shares. A trace of 80 layers has a
 few hundred different symbols, so a cache makes this fast: its key is the operation, its other arguments, and shape,
-strides, dtype, device and shared memory of its tensors. Collectives are not run; their rules are in
-`collective_memory.py`.
+strides, dtype, device and shared memory of its tensors. Torch's own operators are run once in a process. Collectives
+are not run; their rules are in `collective_memory.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from thunder_memsave.measure.layouts import (
     make_arguments,
     on_planned_device,
 )
+from thunder_memsave.ops.aten_operators import aten_executor
 from thunder_memsave.ops.table import is_one_kernel
 
 _WRITTEN_OUT = (
@@ -117,6 +118,10 @@ class Rule(Protocol):
         """Return the symbol's profile; None if it may be run."""
 
 
+_of_torch: dict[Hashable, OpProfile] = {}
+"""What runs of torch's own operators showed, before scratch is added."""
+
+
 def no_scratch(operation: Operation, profile: OpProfile) -> int:
     """Return 0."""
     return 0
@@ -156,10 +161,12 @@ class OpProfiles:
         constants = _constants((bsym.args, bsym.kwargs))
         key = (bsym.sym.name, _identity(bsym), constants, tuple(local), len(bsym.flat_proxy_outs))
         if (known := self._known.get(key)) is None:
-            known = self._known[key] = self._found(bsym, local)
+            known = self._known[key] = self._found(bsym, local, kind=key)
         return known
 
-    def _found(self, bsym: BoundSymbol, arguments: Sequence[Value | None]) -> OpProfile:
+    def _found(
+        self, bsym: BoundSymbol, arguments: Sequence[Value | None], kind: Hashable
+    ) -> OpProfile:
         key = _key(bsym, arguments)
         tensors = [a for a in arguments if a is not None]
         for rule in self.rules:
@@ -167,7 +174,7 @@ class OpProfiles:
                 return replace(ruled, key=key)
         is_opaque = isinstance(bsym.sym.executor, TemporaryExecutor)
         operation = Operation(_callable(bsym), arguments, not is_opaque, bsym.sym.name)
-        profile = replace(self._run(bsym, operation), key=key)
+        profile = replace(self._run_once(bsym, operation, kind), key=key)
         on_device = on_planned_device(tensors, self._device_type)
         if bsym.sym.is_fusion or is_one_kernel(operation.name, on_device):
             profile = _by_one_kernel(profile, tensors)
@@ -177,6 +184,14 @@ class OpProfiles:
             peak_bytes=profile.peak_bytes + scratch_bytes,
             scratch_bytes=max(scratch_bytes, 0),
         )
+
+    def _run_once(self, bsym: BoundSymbol, operation: Operation, kind: Hashable) -> OpProfile:
+        if bsym.sym.executor is not aten_executor:  # others of one name may be others
+            return self._run(bsym, operation)
+        key = (kind, self._device_type, torch.are_deterministic_algorithms_enabled())
+        if (known := _of_torch.get(key)) is None:
+            known = _of_torch[key] = self._run(bsym, operation)
+        return known
 
     def _run(self, bsym: BoundSymbol, operation: Operation) -> OpProfile:
         with self._fake:
@@ -261,7 +276,19 @@ def _renumbered(values: Sequence[Value | None]) -> list[Value | None]:
 
 
 def _callable(bsym: BoundSymbol) -> Callable[..., Any]:
-    """Return a function that runs the symbol alone, as Thunder would generate it, with its own constants."""
+    """Return a function that runs the symbol alone; it is made when it is called first."""
+    made: list[Callable[..., Any]] = []
+
+    def operation(*values: Any) -> Any:
+        if not made:
+            made.append(_made(bsym))
+        return made[0](*values)
+
+    return operation
+
+
+def _made(bsym: BoundSymbol) -> Callable[..., Any]:
+    """Make it as Thunder would generate it, with the symbol's own constants."""
     arguments = _distinct(bsym.flat_proxy_args)
     trace = TraceCtx()
     trace.args, trace.kwargs = tuple(arguments), {}
