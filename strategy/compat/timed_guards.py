@@ -1,4 +1,4 @@
-"""Dynamo times the guards of each capture after it has flushed the processor's caches, which takes 20 to 40 ms, for its log.
+"""Dynamo flushes caches and times the guards of each capture, for its log: 20 to 40 ms.
 
 Delete this file when `tests/compat/test_timed_guards.py` says that it does not.
 """
