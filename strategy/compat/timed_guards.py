@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 from torch._dynamo import guards
 
@@ -14,8 +15,8 @@ from torch._dynamo import guards
 @contextmanager
 def not_timed() -> Iterator[None]:
     """Let Dynamo build guards without timing them."""
-    timed = guards.profile_guard_manager
-    guards.profile_guard_manager = _no_time
+    timed: Any = guards.profile_guard_manager
+    guards.profile_guard_manager = cast(Any, _no_time)
     try:
         yield
     finally:
