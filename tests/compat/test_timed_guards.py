@@ -17,9 +17,12 @@ TIMED = "Dynamo no longer times guards: delete the work-around"
 def test_only_dynamos_own_captures_time_their_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[Any] = []
     time = guards.profile_guard_manager
-    monkeypatch.setattr(
-        guards, "profile_guard_manager", lambda *given: timed.append(given) or time(*given)
-    )
+
+    def time_and_see(*given: Any) -> float:
+        timed.append(given)
+        return time(*given)
+
+    monkeypatch.setattr(guards, "profile_guard_manager", time_and_see)
     CompiledModule(nn.Linear(3, 4))(torch.ones(2, 3))
     assert not timed
     torch.compile(nn.Linear(5, 4), backend="eager")(torch.ones(2, 5))
