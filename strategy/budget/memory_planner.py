@@ -205,15 +205,19 @@ class MemoryPlanner:
         return None
 
     def _planned(self, attempt: Attempt) -> PlannedCall:
-        """Apply the plan of a call's structure, which ranks agree on once: only some may see a batch of new length."""
+        """Apply the plan of a call's structure, which ranks agree on once: only some may see a batch of new length.
+
+        One process plans again where a longer batch exceeds the budget with it.
+        """
         structure = self._agreement(attempt)
         if (agreed := self._agreed.get(structure)) is None:
             run = self._agreed[structure] = self._fitting(attempt)
             return run.call
-        attempt = attempt.in_way(agreed.call.way) or attempt
-        call = attempt.run(agreed.call.plan, agreed.room)
+        call = (attempt.in_way(agreed.call.way) or attempt).run(agreed.call.plan, agreed.room)
         needed_bytes = self._limited_bytes(call)
         if self._budget_bytes is not None and needed_bytes > self._budget_bytes:
+            if self._data_parallel is None:
+                return self._fitting(attempt).call
             _log.warning(
                 "this batch needs %s bytes with the plan that the ranks agreed on for another length, and the budget "
                 "is %s; start with the longest batch, or pad batches to one length.",

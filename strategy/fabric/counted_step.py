@@ -44,7 +44,8 @@ class CountedStep:
             on_host: Whether to count all states as on the host.
 
         Raises:
-            StepMemoryError: an optimizer's memory cannot be found; only a warning where there is no budget.
+            StepMemoryError: an optimizer's memory cannot be found; only a warning where there is no budget, or the
+                caller counts bytes itself.
             ConfigError: an optimizer's states cannot be on the host.
         """
         clip = partial(clip_norm, max_norm=1.0, error_if_nonfinite=False, data_parallel=None)
@@ -59,7 +60,7 @@ class CountedStep:
                 change=states_on_host if on_host else None,
             )
         except StepMemoryError as error:
-            if has_budget:
+            if has_budget and not self.caller.other_bytes:
                 raise
             _log.warning("the plan counts no optimizer: %s", error)
             memory = self.caller

@@ -132,7 +132,8 @@ class _Update:
         except Exception as error:
             raise StepMemoryError(
                 f"the memory that {type(optimizer).__name__} needs is not known: its step does not run on tensors "
-                f"without data ({error}). Use another optimizer, or leave room for it with memory.reserve."
+                f"without data ({error}). Use another optimizer, or count its bytes in your script: "
+                "fabric.strategy.count_caller(other_bytes=...)."
             ) from error
 
     def _copied(self, optimizer: Optimizer) -> Optimizer:

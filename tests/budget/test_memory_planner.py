@@ -28,6 +28,7 @@ from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.finetune.model.documents_apart import take_boundaries
+from thunder_memsave.measure.step_memory import StepMemoryError
 from thunder_memsave.ops.families.packed_attention import boundaries_of
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan, StepMemory
@@ -418,3 +419,49 @@ def test_gradients_of_earlier_micro_batches_are_planned_for() -> None:
     assert planner is not None
     gradient_bytes = sum(p.numel() * p.element_size() for p in original.parameters())
     assert planner.calls[-1].memory.gradient_bytes == gradient_bytes
+
+
+@pytest.mark.parametrize("lengths", [(128, 512), (512, 128), (128, 256, 512)])
+def test_a_batch_longer_than_the_first_is_within_the_budget_too(
+    lengths: tuple[int, ...], small: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = small.planned()
+    small.step(whole)
+    budget_bytes = the_plan(whole).predicted_peak_bytes * 8 // 10
+    compiled = small.planned(MemoryConfig(), budget_bytes=budget_bytes)
+    for length in lengths:
+        x = small.batch["x"][:length].clone()
+
+        def step(x: Tensor = x) -> None:
+            compiled(x=x)[0].backward()
+
+        step()
+        small.module.zero_grad()
+        measured_bytes = held_bytes(the_call(compiled)) + measured_peak_bytes(step)
+        assert measured_bytes == the_call(compiled).profile.peak_bytes <= budget_bytes
+        small.module.zero_grad()
+    assert "this batch needs" not in caplog.text
+
+
+def test_an_optimizer_whose_memory_is_not_known_needs_its_bytes_from_the_script(
+    small: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    fabric = make_fabric(memory=MemoryConfig(budget=2**30))
+    strategy = fabric.strategy
+    assert isinstance(strategy, ThunderMemsaveStrategy)
+    original = Stack(2)
+    model, optimizer = fabric.setup(original, torch.optim.LBFGS(original.parameters()))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**small.batch)[0]
+        fabric.backward(loss)
+        return loss
+
+    with pytest.raises(StepMemoryError, match=r"LBFGS needs is not known: .*count_caller\(other"):
+        optimizer.step(closure)
+    strategy.count_caller(other_bytes=10**6)
+    optimizer.step(closure)
+    assert "the plan counts no optimizer" in caplog.text
+    assert strategy.plan is not None
+    assert strategy.plan.predicted_peak_bytes > 10**6

@@ -198,7 +198,10 @@ class PiecesBudget:
         self._wants_measure = True
         bound_bytes = largest(self._constant_bytes() + step.eager_bytes, self._data_parallel)
         raise BudgetError.no_plan(
-            budget_bytes=self._budget_bytes, smallest_bytes=nbytes, bound_bytes=bound_bytes
+            budget_bytes=self._budget_bytes,
+            smallest_bytes=nbytes,
+            bound_bytes=bound_bytes,
+            of=" for what ran so far, for the module runs in pieces, and later ones may need more",
         )
 
     def _drop(self) -> None:

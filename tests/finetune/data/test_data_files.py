@@ -177,6 +177,12 @@ def test_the_number_that_pandas_writes_before_each_row_is_left_out(
     assert [part.text for part in found.parts] == ["one ", "two"]
 
 
+def test_a_value_of_a_table_may_be_a_whole_book(tmp_path: Path, tokenizer: Any) -> None:
+    text = "once upon a time " * 20_000
+    (found,) = documents(tokenizer, write_csv(tmp_path / "a.csv", [{"text": text}]))
+    assert found.parts[0].text == text
+
+
 def test_a_directory_is_all_its_files(tmp_path: Path, tokenizer: Any) -> None:
     write_jsonl(tmp_path / "b.jsonl", [{"text": "red"}])
     write_json(tmp_path / "a.json", [{"text": "blue"}])
@@ -275,7 +281,7 @@ def test_the_column_of_broken_json_counts_the_characters_of_its_line(
         ("a.csv", "prompt,completion\na,b,c\n", r"a\.csv:2: this row has 3 values, but the header"),
         ("a.csv", 'text\n"a" b\n', r"a\.csv:2: this is not CSV"),
         ("a.csv", "text\n", "is empty"),
-        ("a.json", '[{"text": "a"}, 3]', r"a\.json:2: this is a int, but a row must be a JSON"),
+        ("a.json", '[{"text": "a"}, 3]', r"a\.json:2: this is a number, but a row must be a JSON"),
         ("a.json", '{"a": {\n"b": 1}}', "is one JSON dict; write a list of objects"),
         ("a.json", "[1", "is not JSON"),
         (

@@ -88,7 +88,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         place = f"{path}:{line}"
-        raise ConfigError(f"{place}: {_not_utf8(error)}", place=place) from error
+        raise ConfigError(f"{place}: {not_utf8(error)}", place=place) from error
     if not text.strip():
         raise ConfigError(f"the data file {path} is empty.")
     return text
@@ -146,7 +146,7 @@ def json_object(line: bytes) -> dict[str, Any]:
             parse_constant=_refuse_constant,
         )
     except UnicodeDecodeError as error:
-        raise ConfigError(_not_utf8(error)) from error
+        raise ConfigError(not_utf8(error)) from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"this is not JSON: {error.msg} at column {error.colno}.") from error
     except RecursionError as error:
@@ -156,8 +156,15 @@ def json_object(line: bytes) -> dict[str, Any]:
     except ValueError as error:  # a number of thousands of digits
         raise ConfigError(f"this is not JSON that can be read: {error}.") from error
     if not isinstance(row, dict):
-        raise ConfigError(f"this is a {type(row).__name__}, but a row must be a JSON object.")
+        raise no_object(row)
     return row
+
+
+def no_object(row: object) -> ConfigError:
+    """Make the error about a JSON value in place of a row."""
+    kinds = {type(None): "null", bool: "true or false", str: "a text", list: "a list"}
+    kind = kinds.get(type(row), "a number")
+    return ConfigError(f"this is {kind}, but a row must be a JSON object.")
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -185,7 +192,8 @@ def check_encodable(parts: Iterable[Part]) -> None:
             ) from error
 
 
-def _not_utf8(error: UnicodeDecodeError) -> str:
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Say which byte is not UTF-8."""
     return f"the byte 0x{error.object[error.start]:02x} is not UTF-8; save the file as UTF-8."
 
 

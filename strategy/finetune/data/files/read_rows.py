@@ -13,6 +13,8 @@ from thunder_memsave.finetune.data.files.jsonl import (
     check_file,
     json_object,
     lines_of,
+    no_object,
+    not_utf8,
     refuse_special,
 )
 from thunder_memsave.finetune.data.files.tables import batches_of, table_rows
@@ -20,6 +22,8 @@ from thunder_memsave.settings.problems import ConfigError
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _TABLES = (".csv", ".tsv")
+_MOST_CHARACTERS = 2**31 - 1
+"""Of a CSV file's value; Python allows 131,072 unless told."""
 _SAVED = ("state.json", "dataset_dict.json")
 """Files of a directory that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write."""
 
@@ -140,15 +144,14 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | ConfigError]]
     if not isinstance(rows, list):
         raise ConfigError(f"{path} is one JSON {type(rows).__name__}; write a list of objects.")
     for number, row in enumerate(rows, start=1):
-        is_row = isinstance(row, dict)
-        told = f"this is a {type(row).__name__}, but a row must be a JSON object."
-        yield number, row if is_row else ConfigError(told)
+        yield number, row if isinstance(row, dict) else no_object(row)
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | ConfigError]]:
     """Yield the rows with the line at which each begins, for a quoted value may go on over several."""
     delimiter = delimiter_of(first_line(path).decode("utf-8"))
     number = 0
+    csv.field_size_limit(_MOST_CHARACTERS)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
@@ -159,7 +162,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | ConfigError]]:
                 elif values:
                     yield number + 1, _csv_row(header, values)
                 number = reader.line_num
-        except (csv.Error, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}:{number + 1}: {not_utf8(error)}") from error
+        except csv.Error as error:
             raise ConfigError(f"{path}:{number + 1}: this is not CSV: {error}.") from error
 
 

@@ -49,9 +49,8 @@ def unknown_key(key: str, *, where: str, known: Sequence[str], of: str = "") -> 
     # A key of the same section takes precedence over one of another, unless that has the very name.
     if is_ours:
         elsewhere, is_its_name = _elsewhere(key)
-        if elsewhere and (
-            is_its_name or not difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
-        ):
+        is_far = not difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
+        if elsewhere and (is_its_name or (is_far and not where.endswith("init_args"))):
             message = f"{name} is {' or '.join(elsewhere)} here."
             return UnknownKeyError(message, key=name, meant=elsewhere)
     if "init_args" in known and not difflib.get_close_matches(key, known, n=1):
