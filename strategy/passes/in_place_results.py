@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -98,6 +99,8 @@ class _Results:
             return None
         base, *others = bsym.args
         if not isinstance(base, TensorProxy) or _facts(base) != _facts(bsym.output):
+            return None
+        if to_torch_dtype(base.dtype).is_complex:  # products and quotients in place have other bits
             return None
         if not self._may_be_written(index, base, *others):
             return None

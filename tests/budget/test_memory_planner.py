@@ -33,6 +33,7 @@ from thunder_memsave.ops.families.packed_attention import boundaries_of
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan, StepMemory
 from thunder_memsave.planner.search.solve import solve
+from thunder_memsave.settings.value_kinds import BytesOrFraction
 
 # Fractions of the peak of keep_all.
 PARTS = (0.9, 0.7, 0.5, 0.35, 0.25)
@@ -446,7 +447,7 @@ def test_a_batch_longer_than_the_first_is_within_the_budget_too(
 def test_an_optimizer_whose_memory_is_not_known_needs_its_bytes_from_the_script(
     small: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fabric = make_fabric(memory=MemoryConfig(budget=2**30))
+    fabric = make_fabric(memory=MemoryConfig(budget=BytesOrFraction(2**30)))
     strategy = fabric.strategy
     assert isinstance(strategy, ThunderMemsaveStrategy)
     original = Stack(2)
