@@ -126,7 +126,7 @@ def test_an_optimizer_that_needs_data_is_named() -> None:
                 parameter.numpy()
 
     with pytest.raises(
-        StepMemoryError, match=r"the memory that Choosy needs is not known: .*memory\.reserve"
+        StepMemoryError, match=r"the memory that Choosy needs is not known: .*count_caller"
     ):
         step_memory([Choosy(model().parameters(), lr=0.1)])
 
