@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
 from torch._dynamo import guards
+
+_TIMES = "profile_guard_manager"
+"""A function of that module."""
 
 
 @contextmanager
 def not_timed() -> Iterator[None]:
     """Let Dynamo build guards without timing them."""
-    timed: Any = guards.profile_guard_manager
-    guards.profile_guard_manager = cast(Any, _no_time)
+    timed = getattr(guards, _TIMES, None)
+    if timed is None:  # a version that does not
+        yield
+        return
+    setattr(guards, _TIMES, _no_time)
     try:
         yield
     finally:
-        guards.profile_guard_manager = timed
+        setattr(guards, _TIMES, timed)
 
 
 def _no_time(*given: object) -> float:
