@@ -125,10 +125,11 @@ class BudgetError(ThunderMemsaveError, ValueError):
         smallest_plan: Plan | None = None,
         of: str = "",
     ) -> BudgetError:
-        """Make the error for a search that has ended without a plan for `budget_bytes`, ` for ...` in `of`."""
+        """Make the error for a search without a plan for `budget_bytes`; `of`, if given, says what the plans are of."""
+        whose = f" for {of}" if of else ""
         return cls(
             f"the budget is {budget_bytes:,} bytes, and no plan was found that stays within it; the smallest budget "
-            f"for which one was found is {smallest_bytes:,} bytes ({_rounded_up(smallest_bytes)}){of}, and below "
+            f"for which one was found is {smallest_bytes:,} bytes ({_rounded_up(smallest_bytes)}){whose}, and below "
             f"{bound_bytes:,} there is none. Raise the budget to that, lower the micro-batch size or the sequence "
             "length, or shard over more ranks.",
             budget_bytes=budget_bytes,

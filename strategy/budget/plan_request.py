@@ -224,7 +224,7 @@ def refuse_budget(
         smallest_bytes=(smallest_bytes := budget_bytes + more_bytes),
         bound_bytes=min(offer.bound_bytes, smallest_bytes),
         smallest_plan=offer.plan,
-        of=" for this call",
+        of="this call",
     )
 
     def say() -> None:

@@ -5,27 +5,15 @@ Delete this file when `tests/compat/test_timed_guards.py` says that it does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 from torch._dynamo import guards
 
-_TIMES = "profile_guard_manager"
-"""A function of that module."""
 
-
-@contextmanager
-def not_timed() -> Iterator[None]:
-    """Let Dynamo build guards without timing them."""
-    timed = getattr(guards, _TIMES, None)
-    if timed is None:  # a version that does not
-        yield
-        return
-    setattr(guards, _TIMES, _no_time)
-    try:
-        yield
-    finally:
-        setattr(guards, _TIMES, timed)
+def not_timed() -> AbstractContextManager[object]:
+    """Let Dynamo build guards without timing them, if this version does."""
+    return patch.object(guards, "profile_guard_manager", _no_time, create=True)
 
 
 def _no_time(*given: object) -> float:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -277,14 +278,8 @@ def _renumbered(values: Sequence[Value | None]) -> list[Value | None]:
 
 def _callable(bsym: BoundSymbol) -> Callable[..., Any]:
     """Return a function that runs the symbol alone; it is made when it is called first."""
-    made: list[Callable[..., Any]] = []
-
-    def operation(*values: Any) -> Any:
-        if not made:
-            made.append(_made(bsym))
-        return made[0](*values)
-
-    return operation
+    made = cache(partial(_made, bsym))
+    return lambda *values: made()(*values)
 
 
 def _made(bsym: BoundSymbol) -> Callable[..., Any]:

@@ -201,7 +201,7 @@ class PiecesBudget:
             budget_bytes=self._budget_bytes,
             smallest_bytes=nbytes,
             bound_bytes=bound_bytes,
-            of=" for what ran so far, for the module runs in pieces, and later ones may need more",
+            of="what ran so far, for the module runs in pieces, and later ones may need more",
         )
 
     def _drop(self) -> None:

@@ -19,13 +19,13 @@ class HostLoading:
 
     name: str
     num_bytes: int
-    """Of each process: its rows as the files have them, and converted, if they are of another dtype."""
+    """A process holds these: its rows as the files have them, and converted, if they are of another dtype."""
     num_processes: int
-    """Of a node."""
+    """A node has so many."""
 
     @property
     def sentence(self) -> str:
-        """What to say of it."""
+        """The line to print has the bytes and the tensor."""
         in_all = ""
         if self.num_processes > 1:
             in_all = f", {in_units(self.num_bytes * self.num_processes)} for the {self.num_processes} of a node"

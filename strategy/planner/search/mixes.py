@@ -241,6 +241,7 @@ class _Mixes:
             costs_us=self.costs_us,
             memory=self.memory,
             generator_state_bytes=self.generator_state_bytes,
+            bounds_smallest=False,  # an error of mixes has a bound of its own
             **{"pinned": self.pinned, "time_limit_s": self.time_limit_s, **others},
         )
 

@@ -123,7 +123,7 @@ def csv_columns(start: bytes, *, allows_unnamed: bool = False) -> list[str] | No
         return None
     try:
         columns = next(csv.reader([text], delimiter=delimiter_of(text)))
-    except csv.Error:  # a value of more than 131,072 characters
+    except csv.Error:  # a carriage return within, or a value of more than 131,072 characters
         return None
     are_named = any if allows_unnamed else all
     return columns if are_named(column.strip() for column in columns) else None

@@ -23,7 +23,7 @@ from thunder_memsave.settings.problems import ConfigError
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _TABLES = (".csv", ".tsv")
 _MOST_CHARACTERS = 2**31 - 1
-"""Of a CSV file's value; Python allows 131,072 unless told."""
+"""A value of a CSV file has at most so many characters; Python allows 131,072 unless told."""
 _SAVED = ("state.json", "dataset_dict.json")
 """Files of a directory that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write."""
 
