@@ -418,6 +418,8 @@ class MemoryPlanner:
             costs=f"rates of {self.device.name}",
             reuses_runs=not self._limit.is_reserved,
             offload=beside_states(attempt.offload, attempt.memory.host_bytes),
+            # What is left is worth more to collectives in flight than to free wins.
+            spare_bytes=(target_bytes or 0) if attempt.communicates else 0,
         )
         if self._times is not None and question.is_tight(target_bytes):
             question = self._timed(question, self._times)

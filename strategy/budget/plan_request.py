@@ -25,6 +25,7 @@ from thunder_memsave.planner.search.solve import Policy, solve
 SMALLEST = 1
 """Target in bytes that no plan meets: asks for the smallest plan."""
 _MOST_KNOWN = 8  # plans of earlier runs that a search begins with
+_MOST_FILLED = 2  # plans with more kept than the budget asks for that are tried, of those that run in more than it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,8 @@ class Question:
     """On which plans may copy values to the host; None: they do not."""
     time_limit_s: float | None = None
     """Work for a plan; None: as much as `solve` does by itself."""
+    spare_bytes: int = 0
+    """As of `solve`: bytes that are not filled with free wins that could be kept."""
 
     def answer(
         self,
@@ -76,11 +79,19 @@ class Question:
         if target_bytes is None or budget_bytes is None:
             return Offer(plan=replace(self.solved(None), costs=self.costs))
         is_corrected = target_bytes != budget_bytes
-        offer = self._known(target_bytes, is_corrected) or self._searched(target_bytes)
+        spare_bytes = self._spare_bytes(budget_bytes - target_bytes, len(too_large), target_bytes)
+        question = replace(self, spare_bytes=spare_bytes)
+        offer = question._known(target_bytes, is_corrected) or question._searched(target_bytes)
         if target_bytes != SMALLEST and self.reuses_runs:
             offer = self._or_one_that_ran(offer, budget_bytes, too_large)
         plan = replace(offer.plan, budget_bytes=budget_bytes, costs=self.costs)
         return replace(offer, plan=plan)
+
+    def _spare_bytes(self, excess_bytes: int, num_too_large: int, most_bytes: int) -> int:
+        """Return the bytes that are not filled: more the oftener plans took more beside their tensors than was left."""
+        if num_too_large >= _MOST_FILLED:
+            return most_bytes
+        return self.spare_bytes + excess_bytes
 
     def remember_run(self, plan: Plan, *, peak_bytes: int) -> None:
         """Record the peak of a plan's final traces, on the rank with the largest."""
@@ -111,8 +122,9 @@ class Question:
         """Return a cached plan; for a corrected target below the smallest cached plan, that plan."""
         if target_bytes == SMALLEST:
             return None
-        if (plan := cached_plan(self._key(target_bytes))) is not None:
-            return Offer(plan=plan)
+        for key in (self._key(target_bytes), self._filled_key(target_bytes)):
+            if (plan := cached_plan(key)) is not None:
+                return Offer(plan=plan)
         smallest = cached_plan(self._key(SMALLEST)) if is_corrected else None
         if smallest is None or target_bytes >= smallest.predicted_peak_bytes:
             return None
@@ -123,8 +135,11 @@ class Question:
             plan = self.solved(target_bytes, known=self._plans_within(target_bytes))
         except BudgetError as error:
             return self._narrowed(target_bytes, self._smallest(error))
-        cache_plan(self._key(target_bytes), plan)
-        remember_budget(self._key(None), target_bytes)
+        if plan.added_us:
+            cache_plan(self._key(target_bytes), plan)
+            remember_budget(self._key(None), target_bytes)
+        else:
+            cache_plan(self._filled_key(target_bytes), plan)
         return Offer(plan=plan)
 
     def _or_one_that_ran(
@@ -173,6 +188,10 @@ class Question:
     def _run_key(self, peak_bytes: int | None) -> str:
         return f"{self._key(peak_bytes)}-run"
 
+    def _filled_key(self, target_bytes: int) -> str:
+        """Return the key of a plan that recomputes free wins alone, or nothing: the others leave no bytes spare."""
+        return f"{self._key(target_bytes)}-{self.spare_bytes}"
+
     def _key(self, target_bytes: int | None) -> str:
         return plan_key(
             self.graph,
@@ -199,6 +218,7 @@ class Question:
             pinned=self.pinned,
             known=known,
             generator_state_bytes=self.generator_state_bytes,
+            spare_bytes=self.spare_bytes,
             **limits,
         )
 

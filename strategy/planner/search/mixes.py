@@ -57,6 +57,7 @@ def solve_mix(
     known: Sequence[Plan] = (),
     generator_state_bytes: int = CPU_GENERATOR_STATE_BYTES,
     time_limit_s: float = effort.TIME_LIMIT_S,
+    spare_bytes: int = 0,
 ) -> Plan:
     """Choose an action for each storage that backward needs, `offload` among them.
 
@@ -71,6 +72,7 @@ def solve_mix(
         known: Other plans for this graph.
         generator_state_bytes: Bytes kept for each random operation that backward recomputes.
         time_limit_s: Work for all plans that offload together, and again for those without.
+        spare_bytes: As for `solve`; plans that offload or recompute more than the free wins may take all.
 
     Raises:
         BudgetError: no plan was found, with or without offload; its bound is of both.
@@ -86,7 +88,7 @@ def solve_mix(
         time_limit_s=time_limit_s,
     )
     if budget_bytes is None or policy != "plan" or found.fits_anyway:
-        return found.solved(budget_bytes, policy=policy)
+        return found.solved(budget_bytes, policy=policy, spare_bytes=spare_bytes)
     fitting = (p for p in known if p.predicted_peak_bytes <= budget_bytes)
     found.known = [p for p in fitting if p.actions.offloaded]
     for away in found.proposals():

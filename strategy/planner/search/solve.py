@@ -20,6 +20,7 @@ from thunder_memsave.planner.search.all_plans import (
 )
 from thunder_memsave.planner.search.by_moments import search_moments
 from thunder_memsave.planner.search.evaluate import Evaluated
+from thunder_memsave.planner.search.filled import filled
 from thunder_memsave.planner.search.local_moves import drop, improve
 from thunder_memsave.planner.search.problem import Problem, problem_of
 from thunder_memsave.planner.search.smallest import bisect
@@ -66,6 +67,7 @@ def solve(
     time_limit_s: float = effort.TIME_LIMIT_S,
     searches: Sequence[Search] = SEARCHES,
     bounds_smallest: bool = True,
+    spare_bytes: int = 0,
 ) -> Plan:
     """Choose an action for each storage that backward needs: the least recompute time, the free wins not counted.
 
@@ -85,6 +87,8 @@ def solve(
             depend on the machine.
         searches: The searches to use; without some, plans can be worse.
         bounds_smallest: Whether an error's bound is worth work. If not, it counts one moment alone.
+        spare_bytes: Bytes of the budget that are not filled with free wins that could be kept: for collectives that
+            run beside computation.
 
     Raises:
         BudgetError: no plan was found.
@@ -94,10 +98,11 @@ def solve(
         return _least_kept(problem)
     if policy == "keep_all" or budget_bytes is None:
         return problem.plan(problem.evaluate(problem.all_kept), None, bound_us=0.0)
-    found = map(problem.evaluate, (problem.all_kept, problem.free))
-    fits = next((each for each in found if each.peak_bytes <= budget_bytes), None)
-    if fits is not None:
-        return problem.plan(fits, budget_bytes, bound_us=0.0)
+    all_kept = problem.evaluate(problem.all_kept)
+    if all_kept.peak_bytes <= budget_bytes:
+        return problem.plan(all_kept, budget_bytes, bound_us=0.0)
+    if problem.evaluate(problem.free).peak_bytes <= budget_bytes:
+        return problem.plan(filled(problem, budget_bytes - spare_bytes), budget_bytes, bound_us=0.0)
     problem.remember(known)
     return _planned(problem, budget_bytes, time_limit_s, searches, bounds_smallest=bounds_smallest)
 

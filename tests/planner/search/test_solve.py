@@ -220,7 +220,7 @@ def test_the_curve_falls_to_nothing_and_is_below_every_plan() -> None:
         assert max(within) <= plan.recompute_us + 1e-6
 
 
-def test_all_is_kept_where_that_fits_and_the_free_wins_are_taken_where_they_do() -> None:
+def test_all_is_kept_where_that_fits_and_else_as_many_free_wins_as_there_is_room_for() -> None:
     graph, free = blocks(), free_plan_of_blocks()
     costs = costs_us(graph, device("cpu"))
     fastest = solve(graph, budget_bytes=None, costs_us=costs)
@@ -230,8 +230,17 @@ def test_all_is_kept_where_that_fits_and_the_free_wins_are_taken_where_they_do()
     assert {graph.storages[s].name for s in made if s in first} <= kept
     assert free.predicted_peak_bytes < peak == fastest.keep_all_peak_bytes
     assert solve(graph, budget_bytes=peak, costs_us=costs).actions == fastest.actions
-    assert solve(graph, budget_bytes=peak - 1, costs_us=costs).actions == free.actions
     assert solve(graph, budget_bytes=None, policy="keep_all", costs_us=costs).actions.kept == kept
+
+    least, kept_bytes = free.predicted_peak_bytes, []
+    for budget in (least, (least + peak) // 2, peak - 1):
+        plan = solve(graph, budget_bytes=budget, costs_us=costs)
+        assert plan.predicted_peak_bytes <= budget
+        assert (plan.recompute_us, plan.lower_bound_us) == (0.0, 0.0)
+        kept_bytes.append(plan.saved_bytes)
+    assert free.saved_bytes <= kept_bytes[0] < kept_bytes[1] < kept_bytes[2] < fastest.saved_bytes
+    spared = solve(graph, budget_bytes=peak - 1, costs_us=costs, spare_bytes=peak)
+    assert spared.actions == free.actions
 
 
 def test_the_rest_of_the_step_takes_part_of_the_budget() -> None:
