@@ -129,6 +129,10 @@ class MemoryConfig(Section):
     computes. `auto` does so only where no plan fits otherwise, and never on the CPU. One small run on a GPU has tried
     it."""
 
+    offload_weights: tuple[str, ...] = ()
+    """Names of modules, or patterns such as `model.layers.1?`: their large frozen weights stay in page-locked memory
+    of the host, and are copied to the device for each use, beside what computes. For one process, without fp8."""
+
     host_budget: Literal["auto"] | Bytes = "auto"
     """Memory of the host for `offload`, for each process: bytes; `auto` is half of what is free."""
 
@@ -246,7 +250,7 @@ def _refuse_without_effect(memory: MemoryConfig) -> None:
         "recompute": memory.policy == "recompute_all",
         "offload": not is_planned and memory.offloads_activations,
     }
-    if memory.offload == "none":
+    if memory.offload == "none" and not memory.offload_weights:
         _refuse_unused(memory, "host_budget", "memory", "where memory.offload is 'none'; set both.")
     for name, is_unused in unused.items():
         if is_unused:

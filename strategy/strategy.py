@@ -194,8 +194,9 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        is_cast_first = self.config.casts_frozen_weights  # to fewer bytes
-        if not self._shards and not has_meta(module) and not is_cast_first:
+        # Some are cast to fewer bytes first, or stay on the host.
+        is_set_up_first = self.config.casts_frozen_weights or self.config.memory.offload_weights
+        if not self._shards and not has_meta(module) and not is_set_up_first:
             module.to(self.root_device)
 
     @override

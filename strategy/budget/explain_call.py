@@ -8,7 +8,7 @@ from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.planner.report.explain import explain, kinds_table
-from thunder_memsave.planner.report.offload_shown import states_shown
+from thunder_memsave.planner.report.offload_shown import states_shown, weights_shown
 from thunder_memsave.planner.report.outside_loss import loss_outside
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
 from thunder_memsave.planner.report.summary import plan_summary
@@ -48,7 +48,7 @@ def explain_call(
         environment = allocator_environment(memory)
         found = call.reserved_or_reason(environment)
         parts.insert(1, describe_reserved(found, peak_bytes=call.profile.peak_bytes))
-    parts += states_shown(call.memory)
+    parts += states_shown(call.memory) + weights_shown(call.program)
     parts += loss_outside(call.graph, call.memory, tile_bytes=tile_bytes)
     return "\n\n".join([*notes, *parts])
 

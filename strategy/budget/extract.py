@@ -166,6 +166,9 @@ class Values:
     def _add_argument(self, proxy: TensorProxy, shared: dict[int, int]) -> None:
         default: StorageKind = "parameter" if proxy.requires_grad else "batch"
         kind = self.kinds.get(proxy.name, default)
+        if kind == "host":
+            self.by_name[proxy.name] = Value(contiguous(proxy), self._add(0, kind, proxy.name))
+            return
         if (tensor := self.tensors.get(proxy.name)) is None:
             self.by_name[proxy.name] = self.new(contiguous(proxy), kind, proxy.name)
             return
@@ -296,7 +299,7 @@ class Values:
         """Return `gathered` for a gather of a parameter, or its copy with as many elements; else `kind`."""
         if len(arguments) != 1 or repeat == "no" or not profile.made_bytes:
             return kind
-        if self.storages[arguments[0].storage].kind not in ("parameter", "gathered"):
+        if self.storages[arguments[0].storage].kind not in ("parameter", "host", "gathered"):
             return kind
         results = [r.layout for r in profile.results if r is not None]
         if results[0].dtype in FP8_DTYPES:  # the scale beside it is no part of it

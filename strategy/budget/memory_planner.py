@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
 _MOST_ROUNDS = 8
 _MOST_ROOMS = 3
+_RESERVED = 1.01
+"""About as many bytes are reserved for a byte of tensors, at least."""
 
 _log = logging.getLogger(__name__)
 
@@ -261,6 +263,7 @@ class MemoryPlanner:
             attempt,
             self._last_resort,
             self._best,
+            self._about_bytes,
             budget_bytes=self._budget_bytes,
             data_parallel=self._data_parallel,
         )
@@ -274,6 +277,12 @@ class MemoryPlanner:
             more_bytes=tried.run.more_bytes,
             data_parallel=self._data_parallel,
         )
+
+    def _about_bytes(self, attempt: Attempt) -> int:
+        """Estimate the smallest peak of a call: that of a plan that recomputes all."""
+        question = replace(self._question(attempt, None), policy="recompute_all")
+        nbytes = question.solved(None).predicted_peak_bytes
+        return int(nbytes * _RESERVED) if self._limit.is_reserved else nbytes
 
     def _best(self, attempt: Attempt) -> Tried:
         """Try the ways to carry a call out one after the other."""

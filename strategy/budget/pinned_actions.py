@@ -8,7 +8,7 @@ from thunder_memsave.budget.pins import pin_of
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.passes.checkpoint_regions import checkpointed
 from thunder_memsave.planner.actions import RECOMPUTE, REGATHER, Action, Actions
-from thunder_memsave.planner.graph import TrainingGraph
+from thunder_memsave.planner.graph import FETCH, TrainingGraph
 
 
 def pinned_actions(
@@ -38,6 +38,7 @@ def pinned_actions(
     gathers = regathered(graph)
     if regathers:  # ZeRO-3 keeps no whole parameter
         pinned.update(gathers)
+    pinned.update(fetched(graph))
     names = {s.name for s in graph.storages}
     if chooses_gathers:  # pins are for activations, not for gathered parameters
         names -= gathers.keys()
@@ -47,3 +48,12 @@ def pinned_actions(
 def regathered(graph: TrainingGraph) -> dict[str, Action]:
     """Return the action to regather for all storages of gathered parameters."""
     return {s.name: REGATHER for s in graph.storages if s.kind == "gathered"}
+
+
+def fetched(graph: TrainingGraph) -> dict[str, Action]:
+    """Return the action to copy again for weights from the host, and for what depends on one of them alone."""
+    found: set[int] = set()
+    for op in graph.ops[: graph.num_forward]:
+        if op.symbol == FETCH or (op.reads and found.issuperset(op.reads)):
+            found.update(s for s in op.makes if graph.storages[s].kind == "gathered")
+    return {graph.storages[s].name: REGATHER for s in sorted(found)}

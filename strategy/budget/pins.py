@@ -20,7 +20,7 @@ def pin_of(memory: MemoryConfig, module: str) -> Action | None:
         memory: The patterns.
         module: Dotted name of the module; the model itself is ''.
     """
-    names = tuple(_with_ancestors(module))
+    names = tuple(with_ancestors(module))
     if _any_matches(memory.keep, names):
         return KEEP
     return RECOMPUTE if _any_matches(memory.recompute, names) else None
@@ -40,9 +40,9 @@ def check_pins(memory: MemoryConfig, modules: Iterable[str]) -> None:
     for key, patterns in (("keep", memory.keep), ("recompute", memory.recompute)):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise _matches_nothing(key, pattern, names)
+                raise matches_nothing(key, pattern, names)
     for name in names:
-        around = tuple(_with_ancestors(name))
+        around = tuple(with_ancestors(name))
         if _any_matches(memory.keep, around) and _any_matches(memory.recompute, around):
             raise ConfigError(
                 f"memory.keep and memory.recompute both name {name!r}, or a module around it; remove one of them.",
@@ -50,7 +50,8 @@ def check_pins(memory: MemoryConfig, modules: Iterable[str]) -> None:
             )
 
 
-def _matches_nothing(key: str, pattern: str, names: Sequence[str]) -> ConfigError:
+def matches_nothing(key: str, pattern: str, names: Sequence[str]) -> ConfigError:
+    """Return the error for a pattern in a key of `memory` that names none of these modules."""
     nearest = difflib.get_close_matches(pattern, names, n=_NUM_SHOWN, cutoff=0.3)
     examples = ", ".join(map(repr, nearest or [name for name in names if name][:_NUM_SHOWN]))
     return ConfigError(
@@ -60,7 +61,8 @@ def _matches_nothing(key: str, pattern: str, names: Sequence[str]) -> ConfigErro
     )
 
 
-def _with_ancestors(module: str) -> Iterator[str]:
+def with_ancestors(module: str) -> Iterator[str]:
+    """Yield the name of a module, and those of the modules around it, the model itself left out."""
     while module:
         yield module
         module = module.rpartition(".")[0]

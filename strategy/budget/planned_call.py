@@ -64,6 +64,11 @@ class Arguments:
     leaves_sums: bool = False
     """Whether autograd adds gradients to those of earlier micro-batches: a CUDA graph cannot, whose addresses stay."""
 
+    @property
+    def on_host(self) -> frozenset[str]:
+        """Names of the weights that are on the host."""
+        return frozenset(name for name, kind in self.kinds.items() if kind == "host")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedCall:
@@ -147,7 +152,7 @@ class PlannedCall:
         start_bytes: dict[str, int] = {}
         for step, nbytes in zip(self.program.steps, self.profile.step_peak_bytes, strict=True):
             left.update(dict.fromkeys(step.op.results, budget_bytes - nbytes))
-            if step.op.sent_bytes:
+            if step.op.communicates:
                 start_bytes.update(dict.fromkeys(step.op.results, step.op.peak_bytes))
         return Room(left_bytes=left, start_bytes=start_bytes)
 
@@ -244,13 +249,13 @@ class Attempt:
     @property
     def communicates(self) -> bool:
         """True if the call has collectives, which could be in flight during computation."""
-        return any(op.sent_bytes for op in self.graph.ops)
+        return any(op.communicates for op in self.graph.ops)
 
     @property
     def collective_bytes(self) -> int:
         """The most that a collective makes."""
         storages = self.graph.storages
-        sends = [op for op in self.graph.ops if op.sent_bytes]
+        sends = [op for op in self.graph.ops if op.communicates]
         return max((sum(storages[s].nbytes for s in op.makes) for op in sends), default=0)
 
     def run(self, plan: Plan | None, room: Room | None = None) -> PlannedCall:
@@ -267,7 +272,7 @@ class Attempt:
         assert tried.forward is not None
         ran = self._program(tried.forward, tried.backward)
         profile = simulate(ran, self.memory)
-        time = None if copies is None else step_time(ran, copies.costs_us(ran), copies.rates)
+        time = self._time(ran)
         if plan is not None:
             plan = replace(plan, predicted_peak_bytes=profile.peak_bytes)
         if plan is not None and time is not None:
@@ -297,6 +302,12 @@ class Attempt:
             differentiated=differentiated(flat_outputs(self.traces.joint)),
             accumulates=self.memory.gradient_bytes > 0,
         )
+
+    def _time(self, ran: Program) -> StepTime | None:
+        """Return the time of what runs, if anything is copied to or from the host."""
+        if self.device is None or not any(step.op.copied_bytes for step in ran.steps):
+            return None
+        return step_time(ran, program_costs_us(ran, self.device), CopyRates.of(self.device))
 
     def _copies(self, plan: Plan) -> CopyTerms | None:
         """Return how to place a plan's copies to the host; None: it has none."""

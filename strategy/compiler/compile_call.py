@@ -40,6 +40,7 @@ from thunder_memsave.frontend.opaque import OpaqueExecutor
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.ops.cuda_device import planned_for
+from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.passes.overlap.schedule import schedule, two_largest_blocks
 from thunder_memsave.planner.graph import StorageKind
 from thunder_memsave.progress import stage
@@ -201,16 +202,18 @@ class CallCompiler:
 
     def _facts(self, module: nn.Module, traced: _Traced, *, name: str) -> Facts:
         data_parallel = self.data_parallel
+        arguments = replace(
+            _arguments(module, traced),
+            leaves_sums=self.graphs is not None and self.graphs.is_required,
+        )
         return Facts(
             steps=steps_without(self.config.leave_out),
             lowered=traced.lowered,
             executors=traced.compile_data.executors_list,
-            regathers=data_parallel is not None and data_parallel.mode in ("zero3", "auto"),
+            regathers=bool(arguments.on_host)
+            or (data_parallel is not None and data_parallel.mode in ("zero3", "auto")),
             planner=self.planner,
-            arguments=replace(
-                _arguments(module, traced),
-                leaves_sums=self.graphs is not None and self.graphs.is_required,
-            ),
+            arguments=arguments,
             schedule=_schedule(module, data_parallel),
             unreduced=self.unreduced or UnreducedGradients(data_parallel),
             is_run=self.target is None,
@@ -244,8 +247,8 @@ class _Traced:
 
 def _schedule(module: nn.Module, data_parallel: DataParallel | None) -> Schedule:
     """Make the schedule of a module's traces, by the window of its ranks."""
-    if data_parallel is None:
-        return partial(schedule, window_bytes=0)
+    if data_parallel is None:  # there may be weights on the host
+        return partial(schedule, window_bytes=two_largest_blocks(module))
     prefetch, bucket_bytes = data_parallel.prefetch, data_parallel.bucket_bytes
     window_bytes = two_largest_blocks(module) if prefetch == "auto" else prefetch
     return partial(schedule, window_bytes=window_bytes, bucket_bytes=bucket_bytes)
@@ -266,16 +269,22 @@ def _arguments(module: nn.Module, traced: _Traced) -> Arguments:
     names = [a.name for a in lowered.trace.args]
     constants = names[len(captured.inputs) :]
     fixed = (*lowered.constants, *lowered.state())
+    on_host = [
+        name
+        for name, i in zip(names, captured.inputs, strict=False)
+        if i.kind == "parameter" and place_of(i.tensor) is not None
+    ]
     read = {id(i.tensor) for i in captured.inputs}
     unread = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in read]
     return Arguments(
         kinds={
             **{n: kinds[i.kind] for n, i in zip(names, captured.inputs, strict=False)},
             **dict.fromkeys(constants, "buffer"),
+            **dict.fromkeys(on_host, "host"),
         },
         tensors={
             **{n: i.tensor for n, i in zip(names, captured.inputs, strict=False)},
             **dict(zip(constants, fixed, strict=True)),
         },
-        unread_bytes=sum(t.numel() * t.element_size() for t in unread),
+        unread_bytes=sum(t.numel() * t.element_size() for t in unread if place_of(t) is None),
     )

@@ -15,6 +15,7 @@ from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.recorded_joint import taken_apart
 from thunder_memsave.passes.drop_unread import drop_unread
 from thunder_memsave.passes.early_reductions import reduce_early
+from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import dequantize_at_use, regather, regather_forward
 from thunder_memsave.passes.tiles.tile_rows import tile_rows
@@ -39,6 +40,11 @@ def claim(state: State) -> State:
     # Nothing after this asks what an operation was made of.
     joint.bound_symbols = [b.from_bsym(subsymbols=()) for b in joint.bound_symbols]
     return replace(state, joint=reduce_early(joint))
+
+
+def fetch(state: State) -> State:
+    """Copy the weights that are on the host to the device where they are read."""
+    return replace(state, joint=fetch_weights(state.joint, state.facts.arguments.on_host))
 
 
 def tile(state: State) -> State:

@@ -48,6 +48,7 @@ STEPS: tuple[Step[State], ...] = (
         "gather_in_compute_dtype", "cast weights before they are gathered", gather_in_compute_dtype
     ),
     _pass("gather_in_fp8", "cast weights to fp8 before they are gathered", gather_in_fp8),
+    _step("fetch_weights", "copy weights from the host", joint_steps.fetch),
     _step("tile_rows", "offer the plan wide values in tiles of tokens", joint_steps.tile),
     _step("regather", "gather weights again for each reader", joint_steps.gather_again),
     # The plan is carried out, here and by all that is `_acted` or `_tried`.

@@ -24,6 +24,7 @@ from thunder_memsave.ops.accumulation import UnreducedGradients, accumulated_nam
 from thunder_memsave.ops.added_gradients import added_names
 from thunder_memsave.ops.host_copies.engine import copying
 from thunder_memsave.ops.host_copies.symbols import has_copies
+from thunder_memsave.ops.host_copies.weights import fetches
 from thunder_memsave.ops.running_backward import RunningBackward, running
 
 
@@ -77,7 +78,7 @@ def _not_here(*inputs: Any) -> Any:
 
 def inference(lowered: Lowered, trace: TraceCtx) -> Callable[..., Any]:
     """Make a callable of an inference trace."""
-    computation = trace.python_callable()
+    computation = _callable(trace)
 
     def run(*inputs: Tensor) -> Sequence[Any]:
         with _plain_execution(), torch.no_grad():
@@ -186,7 +187,7 @@ def _differentiate(
 def _callable(trace: TraceCtx) -> Callable[..., Any]:
     """Make a callable of a trace; what it copies to or from the host ends with it, also where it raises."""
     run: Callable[..., Any] = trace.python_callable()
-    if not has_copies(trace):
+    if not (has_copies(trace) or fetches(trace)):
         return run
 
     def run_with_copies(*arguments: Any) -> Any:

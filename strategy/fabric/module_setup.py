@@ -8,11 +8,12 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.offload.last_resort import LastResort, States
-from thunder_memsave.budget.offload.terms import check_states_fit, offload_terms
+from thunder_memsave.budget.offload.terms import check_states_fit, check_weights_fit, offload_terms
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.config import Fp8Config, StrategyConfig
 from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
@@ -23,6 +24,7 @@ from thunder_memsave.fp8.compute.backends import choose_backend
 from thunder_memsave.fp8.compute.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
 from thunder_memsave.fp8.compute.operators import Backend
 from thunder_memsave.materialize.fill import materialize
+from thunder_memsave.materialize.host_weights import mark_for_host, move, put_on_host
 from thunder_memsave.measure.devices import device_at, total_bytes
 from thunder_memsave.measure.host_memory import free_host_bytes
 from thunder_memsave.measure.op_times import MeasuredTimes
@@ -76,7 +78,7 @@ class ModuleSetup:
         self._agree(module)
         fp8 = self.config.fp8
         backend = None if fp8 is None else self._backend(fp8)
-        self._place(module, self._frozen(module))
+        self._place(module)
         return ForwardModule(
             module,
             may_be_split=self._may_be_split,
@@ -107,8 +109,9 @@ class ModuleSetup:
         names = check_ranks_agree(module, config=self.config, data_parallel=data_parallel)
         take_rank_zero_values(module, names, device=self.device, data_parallel=data_parallel)
 
-    def _place(self, module: nn.Module, frozen: FrozenWeights | None) -> None:
-        """Give every tensor its values, this rank's rows of them, on the device."""
+    def _place(self, module: nn.Module) -> None:
+        """Give every tensor its values, this rank's rows of them, on the device or on the host."""
+        frozen, on_host = self._frozen(module), self._on_host(module)
         shards = self.data_parallel is not None and self.data_parallel.shards
         if has_meta(module):
             materialize(module, device=self.device, data_parallel=self.data_parallel, frozen=frozen)
@@ -116,8 +119,10 @@ class ModuleSetup:
             self._on_all_ranks(lambda: shard_module(module, self.data_parallel))
         if frozen is not None:
             frozen.cast_rest(self.device)
-        if shards or frozen is not None:
-            module.to(self.device)
+        if on_host:
+            put_on_host(module)
+        if shards or frozen is not None or on_host:
+            move(module, self.device)
         if shards:
             hide_padding(module)
         torch.cuda.empty_cache()  # whole weights were here, one at a time
@@ -143,6 +148,14 @@ class ModuleSetup:
             kept_in = format_named(config.frozen_weights)
             choose = partial(FrozenInBytes, module, kept_in, data_parallel=self.data_parallel)
         return self._on_all_ranks(choose)
+
+    def _on_host(self, module: nn.Module) -> bool:
+        """Choose the frozen weights that stay on the host; tell whether there are any."""
+        num_ranks = 1 if self.data_parallel is None else dist.get_world_size()
+        marked = mark_for_host(module, self.config, self.device, num_ranks=num_ranks)
+        nbytes = sum(p.nbytes for p in marked)
+        check_weights_fit(self.config.memory, nbytes, free_bytes=self._free_host_bytes)
+        return bool(marked)
 
     def _linears(self, module: nn.Module, fp8: Fp8Config, backend: Backend) -> Fp8Linears:
         set_up = partial(set_up_fp8, module, fp8, backend=backend)

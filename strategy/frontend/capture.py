@@ -31,6 +31,7 @@ from thunder_memsave.compat.timed_guards import not_timed
 from thunder_memsave.errors import CaptureError, user_frame
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.returned_weights import returned_from_graph
+from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.sharding.rows import whole_shape
 from thunder_memsave.sharding.sharded_parameter import is_sharded, stored_weight
 
@@ -307,13 +308,13 @@ def full_shapes(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
 
 def _has_stand_in(p: Tensor) -> bool:
     """Return whether the graph reads a stand-in for this tensor: the whole weight, in its own dtype."""
-    return is_sharded(p) or stored_weight(p) is not None
+    return is_sharded(p) or stored_weight(p) is not None or place_of(p) is not None
 
 
 def _storage_less(p: nn.Parameter) -> nn.Parameter:
     stored = stored_weight(p)
     shape, dtype = (whole_shape(p), p.dtype) if stored is None else (stored.shape, stored.dtype)
-    full = torch.empty(shape, dtype=dtype, device=p.device)
+    full = torch.empty(shape, dtype=dtype, device=place_of(p) or p.device)
     full.untyped_storage().resize_(0)
     return nn.Parameter(full, requires_grad=p.requires_grad)
 

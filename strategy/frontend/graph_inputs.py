@@ -16,6 +16,7 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.frontend.capture import Capture, GraphInput
 from thunder_memsave.frontend.fp8_linears import LinearNodes
 from thunder_memsave.frontend.modes import differentiated
+from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.ops.unshard import unshard
 from thunder_memsave.sharding.sharded_parameter import is_sharded, stored_weight
 from thunder_memsave.stored_weights.formats import format_named
@@ -105,7 +106,7 @@ def _proxy(
     return TensorProxy(
         name,
         shape=tuple(tensor.shape),
-        device=devices.to_device(target or tensor.device),
+        device=devices.to_device(target or place_of(tensor) or tensor.device),
         dtype=dtypes.to_dtype(tensor.dtype),
         requires_grad=tensor.requires_grad,
         distparallel_type=kind,

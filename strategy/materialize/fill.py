@@ -32,6 +32,7 @@ from thunder_memsave.materialize.pending_weights import (
     wanted_tensors,
     without_adapters,
 )
+from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.sharding.rows import (
     RowRange,
     can_shard,
@@ -212,7 +213,8 @@ def _fill(
         values = take_rows(real, own)
     else:
         # A copy: what is read may be a view of a mapped file, or of values tied by accident.
-        values = read(None).to(device, target.dtype, copy=True)
+        where = device if place_of(target) is None else torch.device("cpu")
+        values = read(None).to(where, target.dtype, copy=True)
     fill_meta(target, values, name=name, sharded_over=sharded_over)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_memsave.measure.layouts import Layout, Value, contiguous
 from thunder_memsave.measure.op_profile import OpProfile
 from thunder_memsave.ops.host_copies.symbols import copy_in, copy_out, wait_copy_in, wait_copy_out
+from thunder_memsave.ops.host_copies.weights import is_fetch
+from thunder_memsave.planner.graph import FETCH
 
 
 class HostCopyRules:
@@ -31,6 +34,8 @@ class HostCopyRules:
             return self._out(bsym, arguments[0])
         if bsym.sym.id == copy_in.id:
             return self._in(bsym, arguments[0])
+        if is_fetch(bsym):
+            return self._fetch(bsym, arguments[0])
         if bsym.sym.id == wait_copy_out.id:
             return _views(arguments[0], [arguments[0].layout])
         if bsym.sym.id == wait_copy_in.id:
@@ -47,6 +52,12 @@ class HostCopyRules:
             copied_bytes=source.layout.storage_bytes,
         )
 
+    def _fetch(self, bsym: BoundSymbol, weight: Value) -> OpProfile:
+        """What is copied is no memory of the device, so nothing is held."""
+        copied = self._in(bsym, weight)
+        nbytes = weight.layout.storage_bytes
+        return replace(copied, held=frozenset(), copied_bytes=nbytes, key=f"{FETCH} {nbytes}")
+
     def _in(self, bsym: BoundSymbol, host: Value) -> OpProfile:
         layout = _of_result(bsym)
         nbytes = self._allocated(layout.storage_bytes, layout.device.partition(":")[0])
@@ -62,7 +73,7 @@ class HostCopyRules:
 
 def _of_result(bsym: BoundSymbol) -> Layout:
     (result,) = bsym.flat_proxy_outs
-    assert isinstance(result, TensorProxy)
+    assert isinstance(result, TensorProxy | FutureTensorProxy)
     return contiguous(result)
 
 

@@ -74,7 +74,7 @@ class MeasuredTimes:
             device: This device, whose roofline says which kinds to time first.
         """
         ops = [op.alone or op for op in graph.ops]
-        kinds = {op.key: op for op in ops if op.key and op.repeat != "free" and not op.sent_bytes}
+        kinds = {op.key: op for op in ops if op.key and op.repeat != "free" and not op.communicates}
         counts = Counter(op.key for op in ops)
         self._time(
             sorted(kinds, key=lambda key: -counts[key] * roofline_us(kinds[key], device)),

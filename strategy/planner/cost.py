@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from thunder_memsave.planner.graph import Device, Op, Program, TrainingGraph
+from thunder_memsave.planner.graph import FETCH, Device, Op, Program, TrainingGraph
 
 _NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 
@@ -47,6 +47,8 @@ def _cost_us(op: Op, device: Device, measured_us: Mapping[str, float]) -> float:
     op = (
         op.alone or op
     )  # forward then runs that one, and backward this: one time more than without recomputation
+    if op.symbol == FETCH:  # it runs beside what computes; the timeline has what waits for it
+        return 0.0
     if op.repeat != "free" and op.key in measured_us:
         return measured_us[op.key]
     return roofline_us(op, device)

@@ -17,8 +17,12 @@ from thunder_memsave.planner.actions import Actions
 _PRECISION = 2e-6
 """Relative precision of a bound: the solver's tolerance and the safety margin for it."""
 
+FETCH = "fetch_weight"
+"""Name in traces of the operation that copies a frozen weight from the host."""
+
 StorageKind = Literal[
     "parameter",  # a parameter, or this rank's shard of it
+    "host",  # a parameter that stays on the host, with no bytes of the device
     "buffer",  # buffers and constants
     "batch",  # arguments that the caller passes to each call
     "gathered",  # an all-gathered parameter, or a cast or transpose of a parameter
@@ -76,7 +80,7 @@ class Op:
     """Bytes received from other ranks."""
     copied_bytes: int = field(default=0, repr=False)
     """Bytes that it copies between the device and the host, beside what computes. Not in its text, of which plans' keys
-    are made: no graph that is planned has copies."""
+    are made: of a graph that is planned, only fetches have some, the bytes of what they make."""
     dtype: str = ""
     """Dtype of the first result: decides which peak rate applies."""
     key: str = ""
@@ -88,6 +92,11 @@ class Op:
     """`file:line` of the user's code, empty where unknown."""
     module: str = ""
     """Name of the module that called it, such as `model.layers.3.mlp.down_proj`; empty where unknown."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it brings bytes from elsewhere: from other ranks, or a weight from the host."""
+        return bool(self.sent_bytes) or self.symbol == FETCH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

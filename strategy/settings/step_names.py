@@ -20,6 +20,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "keep_overwritten": "without it, backward reads what forward has written over",
         "gather_in_compute_dtype": "",
         "gather_in_fp8": "",
+        "fetch_weights": "no kernel of a device reads weights on the host; leave `memory.offload_weights` out instead",
         "tile_rows": "",
         "regather": "",
         "plan": "without it, nothing keeps the step within `memory.budget`; `memory.policy` has other plans",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from thunder_memsave.config import ConfigError
 from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.ops.host_copies.weights import keep_on_host, place_of
 from thunder_memsave.sharding.quantized_parameter import hold_bytes
 from thunder_memsave.sharding.rows import RowRange, gather_full, own_rows, take_rows
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded
@@ -194,3 +195,5 @@ class FrozenInBytes(FrozenWeights):
             name=kept.name,
             data_parallel=self._data_parallel,
         )
+        if (place := place_of(kept.weight)) is not None:
+            keep_on_host(kept.weight, place)

@@ -18,6 +18,7 @@ from passes import contract
 from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.early_reductions import reduce_early
+from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.overwritten import keep_overwritten
 from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.recompute import recompute
@@ -48,7 +49,13 @@ def test_no_pass_of_the_list_is_left_out_of_these_tests() -> None:
     names = [step.name for step in STEPS]
     found = names[names.index("claim") + 1 : names.index("plan")]
     assert found == [*JOINT_PASSES]
-    assert set(JOINT_PASSES) < {*(run.__name__ for run in IDLE), "tile_rows"}
+    assert set(JOINT_PASSES) < {*(run.__name__ for run in IDLE), "fetch_weights", "tile_rows"}
+
+
+def test_fetching_weights_satisfies_the_contract() -> None:
+    fetching = partial(fetch_weights, names=frozenset())
+    contract.check(fetching, name="fetch_weights", changes_the_probe=False)  # none is on the host
+    contract.check_identity(fetching, name="fetch_weights")
 
 
 def test_tiles_satisfy_the_contract() -> None:

@@ -8,15 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from thunder_memsave.budget.agreed import largest
-from thunder_memsave.budget.offload.terms import check_states_fit, offload_terms
+from thunder_memsave.budget.offload.streamed import streaming
+from thunder_memsave.budget.offload.terms import check_states_fit, host_budget, offload_terms
 from thunder_memsave.budget.planned_call import Attempt
 from thunder_memsave.budget.way_search import Tried
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import HostMemoryError, PlanError
+from thunder_memsave.ops.host_copies.weights import keep_on_host, place_of
 from thunder_memsave.planner.graph import Device, StepMemory
 from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.settings.problems import ConfigError
@@ -106,7 +108,7 @@ class LastResort:
             budget_bytes: Of a step.
             data_parallel: The ranks that must choose the same.
         """
-        tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        tensors = [t for m in modules for t in (*m.parameters(), *m.buffers()) if not place_of(t)]
         weights = sum(t.nbytes for t in tensors)
         gradients = sum(t.nbytes for t in tensors if t.requires_grad)
         is_too_much = _at_update(memory, weights=weights, gradients=gradients) > budget_bytes
@@ -115,10 +117,21 @@ class LastResort:
         if not largest(int(self._memory_without_states() is None), data_parallel):
             self._move_states()
 
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes that weights may take on the host; 0: it is not known."""
+        with suppress(PlanError):
+            return host_budget(self.settings, free_bytes=self.free_bytes)
+        return 0
+
     def take(self, attempt: Attempt) -> None:
         """Do what an attempt counts on, and say so."""
         if attempt.memory.host_bytes:
             self._move_states()
+        if names := attempt.arguments.on_host:
+            _move_weights(
+                [attempt.arguments.tensors[n] for n in names if n in attempt.arguments.tensors]
+            )
 
     def _move_states(self) -> None:
         self.states.move()
@@ -127,10 +140,23 @@ class LastResort:
         )
 
 
+def _move_weights(weights: Sequence[Tensor]) -> None:
+    """Keep weights on the host from now on; in a plan there are none."""
+    for weight in weights:
+        assert isinstance(weight, nn.Parameter)
+        keep_on_host(weight, weight.device)
+    if weights:
+        _log.info(
+            "nothing fits with all frozen weights on the device, so the host keeps %s of them (memory.offload: auto)",
+            f"{sum(w.nbytes for w in weights):,} bytes",
+        )
+
+
 def best_of(
     first: Attempt,
     resort: LastResort | None,
     best: Callable[[Attempt], Tried],
+    about_bytes: Callable[[Attempt], int],
     *,
     budget_bytes: int | None,
     data_parallel: DataParallel | None,
@@ -143,6 +169,7 @@ def best_of(
         first: The call with nothing there.
         resort: What may go there; None: nothing.
         best: Finds the best way to carry an attempt out.
+        about_bytes: Estimates the smallest peak of an attempt.
         budget_bytes: Of a step; None: no limit.
         data_parallel: The ranks that must choose the same.
     """
@@ -162,6 +189,17 @@ def best_of(
                 resort.take(attempt)
             return tried
         refused.append(tried)
+    if resort is not None and budget_bytes is not None and data_parallel is None:
+        with_weights = streaming(
+            first, about_bytes, budget_bytes=budget_bytes, host_bytes=resort.host_bytes
+        )
+        for attempt, lack in with_weights:
+            tried = best(attempt)
+            if tried.run.more_bytes <= 0:
+                resort.take(attempt)
+                return tried
+            refused.append(tried)
+            lack(tried.run.more_bytes)
     return _smallest(refused or [best(hopeless[-1])])
 
 

@@ -62,6 +62,21 @@ def check_states_fit(memory: MemoryConfig, states_bytes: int, *, free_bytes: int
         )
 
 
+def check_weights_fit(memory: MemoryConfig, nbytes: int, *, free_bytes: int | None) -> None:
+    """Refuse weights that take more of the host than they may.
+
+    Raises:
+        HostMemoryError: they do.
+        PlanError: as by `host_budget`.
+    """
+    if nbytes and nbytes > (limit_bytes := host_budget(memory, free_bytes=free_bytes)):
+        raise HostMemoryError(
+            f"the weights that memory.offload_weights keeps on the host take {nbytes:,} bytes there, and "
+            f"memory.host_budget is {limit_bytes:,}; raise it, name fewer modules, or make weights smaller "
+            "(model.frozen_weights)."
+        )
+
+
 def beside_states(terms: OffloadTerms | None, states_bytes: int) -> OffloadTerms | None:
     """Return the terms for activations beside states of optimizers."""
     if terms is None:

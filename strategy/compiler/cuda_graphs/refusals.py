@@ -19,6 +19,7 @@ from thunder_memsave.ops.families.collectives import (
     is_reduce_scatter,
 )
 from thunder_memsave.ops.host_copies.symbols import has_copies
+from thunder_memsave.ops.host_copies.weights import fetches
 from thunder_memsave.ops.table import places_on_host
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.passes.symbols import written_in_place
@@ -60,6 +61,9 @@ def reasons(
         )
     if has_copies(forward):
         yield "the plan copies values to the host (memory.offload); set that to none, or raise memory.budget"
+        return
+    if fetches(forward):
+        yield "weights are copied from the host (memory.offload_weights), beside what a graph would hold"
         return
     yield from _writes_to_the_batch(forward, {a.name for a in forward.args} - set(fixed))
     symbols = [*forward.bound_symbols, *backward.bound_symbols]

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.limits import limits_reserved
 from thunder_memsave.budget.offload.last_resort import States
-from thunder_memsave.budget.offload.terms import check_states_fit
+from thunder_memsave.budget.offload.terms import check_states_fit, check_weights_fit
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.budget.target.autocast import autocast_of_cuda
@@ -47,6 +47,7 @@ from thunder_memsave.finetune.training.caller_memory import caller_memory
 from thunder_memsave.finetune.training.optimizer import make_optimizer
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.calls import Call
+from thunder_memsave.materialize.host_weights import mark_for_host
 from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
 from thunder_memsave.measure.step_memory import step_memory
 from thunder_memsave.ops.accumulation import (
@@ -146,7 +147,8 @@ def plan_run(
     objective = objective_of(config)
     model = _described(config, strategy)
     loading = None if device.name == "cpu" else host_loading(model, config, num_ranks)
-    few = FewLayers.left_of(model) if has_few_layers else None
+    marked = mark_for_host(model, strategy, torch.device("cpu"), num_ranks=num_ranks)
+    few = FewLayers.left_of(model) if has_few_layers and not marked else None
     if few is not None:
         device = few.host_of(device)
     put_loss_in(model, objective)
@@ -154,6 +156,8 @@ def plan_run(
         stand_in(model, data_parallel)
         if kept := frozen_in_bytes(model, strategy.frozen_weights, data_parallel=data_parallel):
             kept.stand_in()
+        weights_bytes = sum(p.nbytes for p in marked)
+        check_weights_fit(config.memory, weights_bytes, free_bytes=device.host_memory_bytes)
         few = None if few is None else few.weighing(model)
         if strategy.accumulate == "auto":
             data_parallel = automatically_accumulating(

@@ -10,7 +10,12 @@ from thunder_memsave.finetune.plan.plan_progress import Progress
 from thunder_memsave.finetune.plan.speed import tokens_per_s
 from thunder_memsave.planner.graph import Plan
 from thunder_memsave.planner.report.explain import explain, in_units, kinds_table
-from thunder_memsave.planner.report.offload_shown import offload_json, states_shown
+from thunder_memsave.planner.report.offload_shown import (
+    offload_json,
+    states_shown,
+    weights_on_host,
+    weights_shown,
+)
 from thunder_memsave.planner.report.reserved_shown import describe_reserved
 from thunder_memsave.planner.reserved import ReservedMemory
 
@@ -30,6 +35,7 @@ def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
             kinds_table(made.call.profile),
             *_reserved(made),
             *states_shown(made.call.memory, made.device),
+            *weights_shown(made.call.program),
             "",
             explain(plan, num_rows=12),
             "",
@@ -143,6 +149,10 @@ def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
         "smallest_budget_bytes": made.smallest_bytes,
         "doubled_batch_bytes": made.doubled_bytes,
         "optimizer_bytes_on_host": made.call.memory.host_bytes,
+        "weights_on_host": [
+            {"module": name if number is None else f"{name}.{number}", "nbytes": nbytes}
+            for (name, number), nbytes in weights_on_host(made.call.program).items()
+        ],
         "offload": None if made.call.time is None else offload_json(made.call.time),
         "curve": [list(point) for point in made.curve],
         "decisions": [dataclasses.asdict(each) for each in plan.decisions],

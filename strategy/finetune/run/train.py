@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,6 +58,7 @@ from thunder_memsave.finetune.run.resume import (
     roll_back,
     with_newest_checkpoint,
 )
+from thunder_memsave.finetune.run.weights_on_host import layers_on_host
 from thunder_memsave.finetune.run_file.config import GuardsConfig, RunConfig
 from thunder_memsave.finetune.training.caller_memory import caller_memory
 from thunder_memsave.finetune.training.loop import LoopPlan, fit
@@ -65,6 +66,8 @@ from thunder_memsave.finetune.training.loop_state import LoopState
 from thunder_memsave.finetune.training.optimizer import (
     make_optimizer,
 )
+from thunder_memsave.measure.devices import device_at
+from thunder_memsave.measure.host_memory import free_host_bytes
 from thunder_memsave.measure.step_memory import StepMemoryError
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -207,6 +210,7 @@ def _describe_model(callbacks: Sequence[object], job: Job, fabric: Fabric) -> No
 def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
     if job.config.model.config is None:
         _say(fabric, f"loading {job.config.model.name_or_path}")  # minutes for a large one
+    _keep_weights_on_host(fabric, job)
     torch.manual_seed(job.config.train.seed)  # for weights that are in no file
     try:
         module = fabric.setup(job.model)
@@ -225,6 +229,19 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
     # Everything that must be equal on all ranks exists by now; dropout differs from rank to rank.
     torch.manual_seed(job.config.train.seed + fabric.global_rank)
     return module, cast(Optimizer, fabric.setup_optimizers(optimizer))
+
+
+def _keep_weights_on_host(fabric: Fabric, job: Job) -> None:
+    """Leave on the host what a device cannot hold of a model's frozen weights, before they are loaded."""
+    strategy = cast(ThunderMemsaveStrategy, fabric.strategy)
+    if fabric.world_size > 1 or fabric.device.type != "cuda":
+        return
+    device = replace(device_at(fabric.device), host_memory_bytes=free_host_bytes())
+    names, line = layers_on_host(job.config, job.model, device, strategy.budget_bytes)
+    if names:
+        _say(fabric, line)
+        memory = replace(strategy.config.memory, offload_weights=names)
+        strategy.config = replace(strategy.config, memory=memory)
 
 
 def _create_directory(fabric: Fabric, job: Job, *, step: int) -> str | None:

@@ -23,6 +23,7 @@ from thunder_memsave.distributed.transport import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from thunder_memsave.ops.host_copies.weights import is_fetch
 
 _WAIT = "torch_wait_prim_impl"  # Thunder's own
 Started = tuple[Handle, Tensor]
@@ -118,8 +119,8 @@ all_reduce_largest = _register("all_reduce_largest", meta=_joined, fn=largest_of
 
 
 def is_all_gather(bsym: BoundSymbol) -> bool:
-    """Return whether an executed trace's symbol gathers one parameter, its first argument."""
-    return bsym.sym is all_gather
+    """Return whether an executed trace's symbol gathers one parameter, its first argument, or fetches it."""
+    return bsym.sym is all_gather or is_fetch(bsym)
 
 
 def is_reduce_scatter(bsym: BoundSymbol) -> bool:

@@ -44,6 +44,8 @@ class Host:
     """Of values that a forward leaves for its backward."""
     states: HostBuffers = field(default_factory=HostBuffers)
     """Of optimizers' states."""
+    weights: HostBuffers = field(default_factory=HostBuffers)
+    """Of frozen weights."""
 
 
 _hosts: dict[str, Host] = {}
@@ -56,7 +58,8 @@ def host_of(place: device) -> Host:
         if place.type == "cpu":
             found = Host(CpuEngine(), HostBuffers())
         else:
-            found = Host(CudaEngine(place), HostBuffers(lock_pages), HostBuffers(lock_pages))
+            locked = [HostBuffers(lock_pages) for _ in range(3)]
+            found = Host(CudaEngine(place), *locked)
         found = _hosts.setdefault(key, found)
     return found
 

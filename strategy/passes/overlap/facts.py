@@ -13,6 +13,7 @@ from thunder_memsave.ops.families.collectives import (
     is_all_reduce,
     is_reduce_scatter,
 )
+from thunder_memsave.ops.host_copies.weights import is_fetch
 from thunder_memsave.passes.symbols import is_tensor
 
 Kind = tuple[Any, ...]  # the collective, dtype, device, the group's id
@@ -56,6 +57,8 @@ def largest_reduction(symbols: Sequence[BoundSymbol]) -> int:
 
 def kind_of(bsym: BoundSymbol) -> Kind:
     """Return the key of a gather or reduction; those with equal keys can share a collective."""
+    if is_fetch(bsym):  # each is a copy of its own
+        return bsym.sym.name, bsym.output.name
     _, group, *how = bsym.args
     return bsym.sym.name, *how, bsym.output.dtype, bsym.output.device, id(group)
 

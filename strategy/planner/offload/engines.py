@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from thunder_memsave.planner.graph import Device, Program
+from thunder_memsave.planner.graph import FETCH, Device, Program
 from thunder_memsave.planner.offload.copies import COPY_IN, COPY_OUT, WAIT_IN, WAIT_OUT, is_copy
 
 Lane = Literal["compute", "out", "in"]
@@ -72,10 +72,16 @@ def step_time(program: Program, costs_us: Sequence[float], rates: CopyRates) -> 
         rates: Bandwidth of the copies, each way.
     """
     run = _Run(rates)
+    fetched: set[str] = set()
     for step, cost_us in zip(program.steps, costs_us, strict=True):
         run.starts_us.append(run.now_us)
         op = step.op
-        if not is_copy(op):
+        if op.symbol == FETCH:
+            run.begin("in", op.results[0], op.copied_bytes)
+            fetched.add(op.results[0])
+        elif op.arguments and op.arguments[0] in fetched:
+            run.wait(op.arguments[0], is_back=False)
+        elif not is_copy(op):
             run.now_us += cost_us
             run.computed_us += cost_us
         elif op.symbol in (COPY_OUT, COPY_IN):

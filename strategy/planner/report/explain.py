@@ -128,11 +128,10 @@ def _summary(plan: Plan) -> list[str]:
         ["least possible of that", f"{plan.lower_bound_us / 1000:,.2f} ms"],
         ["times from", plan.costs or "the caller"],
     ]
+    if plan.offloaded_bytes or plan.exposed_us:
+        rows.insert(4, ["copies not hidden", f"{plan.exposed_us / 1000:,.2f} ms"])
     if plan.offloaded_bytes:
-        rows[4:4] = [
-            ["on the host meanwhile", in_units(plan.offloaded_bytes)],
-            ["copies not hidden", f"{plan.exposed_us / 1000:,.2f} ms"],
-        ]
+        rows.insert(4, ["on the host meanwhile", in_units(plan.offloaded_bytes)])
     return table(rows)
 
 

@@ -41,7 +41,7 @@ def expensive_in_own_layer(model: Model, blocks: Sequence[Block]) -> MayPrecede:
     for op in reversed(needs.ops):
         readers = (r for s in needs.makes[op] for r in needs.readers(s))
         early = min((runs[r] for r in readers), default=NEVER)
-        if needs.graph.ops[op].flops or needs.graph.ops[op].sent_bytes:
+        if needs.graph.ops[op].flops or needs.graph.ops[op].communicates:
             early = max(early, begins.get(op, 0))
         runs[op] = min([early, *(needs.first.get(s, NEVER) for s in needs.makes[op])])
     return lambda op, position: runs[op] <= position

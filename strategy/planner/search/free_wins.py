@@ -70,4 +70,4 @@ def _cost(op: Op, moved_per_kept_byte: int) -> float:
 def _is_cheap(graph: TrainingGraph, op: Op) -> bool:
     made = sum(graph.storages[s].nbytes for s in op.makes)
     is_reduction = op.moved_bytes - made > _REDUCTION * made
-    return op.repeat != "replay" and not (op.sent_bytes or op.flops or is_reduction)
+    return op.repeat != "replay" and not (op.communicates or op.flops or is_reduction)

@@ -1,0 +1,119 @@
+"""Keeps frozen weights of some layers on the host, where no plan fits without: as few layers as that takes.
+
+The layers are spread evenly over the model, so that the copies of one run beside what the layers before it compute.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import ceil
+
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx
+
+from thunder_memsave.budget.planned_call import Attempt
+from thunder_memsave.ops.host_copies.weights import LEAST_BYTES
+from thunder_memsave.passes.fetch_weights import fetch_weights
+from thunder_memsave.passes.regather import regather_forward
+
+_LAYER = re.compile(r"^(.*?\.\d+)(?=\.|$)")
+
+
+@dataclass(slots=True)
+class Layer:
+    """A numbered module, with its large frozen weights."""
+
+    name: str
+    weights: list[str] = field(default_factory=list)
+    """Names of the arguments."""
+    nbytes: int = 0
+
+
+def layers_of(attempt: Attempt) -> list[Layer]:
+    """Return the layers of a call in order, each with the frozen weights that it alone reads."""
+    graph = attempt.graph
+    frozen = {
+        graph.storage_of[a.name]: a.name
+        for a in attempt.traces.joint.args
+        if isinstance(a, TensorProxy) and not a.requires_grad
+        if attempt.arguments.kinds.get(a.name) == "parameter"
+        if graph.storages[graph.storage_of[a.name]].nbytes >= LEAST_BYTES
+    }
+    readers: dict[int, set[str]] = {storage: set() for storage in frozen}
+    for op in graph.ops[: graph.num_forward]:
+        for storage in frozen.keys() & set(op.reads):
+            match = _LAYER.match(op.module)
+            readers[storage].add(match[1] if match else "")
+    found: dict[str, Layer] = {}
+    for storage, names in readers.items():
+        (name, *others) = names or {""}
+        if name and not others:
+            layer = found.setdefault(name, Layer(name))
+            layer.weights.append(frozen[storage])
+            layer.nbytes += graph.storages[storage].nbytes
+    return list(found.values())
+
+
+def spread(layers: Sequence[Layer], count: int) -> list[Layer]:
+    """Return so many layers, evenly spread; the first ones are left out, whose copies nothing could hide."""
+    return [layers[(number + 1) * len(layers) // count - 1] for number in range(count)]
+
+
+def streamed(attempt: Attempt, layers: Sequence[Layer]) -> Attempt:
+    """Return a call whose layers read copies of their weights, which are on the host."""
+    names = {name for layer in layers for name in layer.weights}
+    traces, arguments = attempt.traces, attempt.arguments
+
+    def changed(trace: TraceCtx) -> TraceCtx:
+        return regather_forward(fetch_weights(trace, names))
+
+    def tiled() -> TraceCtx | None:
+        found = traces.tiled()
+        return None if found is None else changed(found)
+
+    return Attempt.of(
+        replace(traces, joint=changed(traces.joint), tiled=cache(tiled)),
+        attempt.steps,
+        arguments=replace(arguments, kinds={**arguments.kinds, **dict.fromkeys(names, "host")}),
+        known=attempt.known,
+        memory=attempt.memory,
+        device=attempt.device,
+        offload=attempt.offload,
+    )
+
+
+def streaming(
+    first: Attempt, about_bytes: Callable[[Attempt], int], *, budget_bytes: int, host_bytes: int
+) -> Iterator[tuple[Attempt, Callable[[int], None]]]:
+    """Yield calls with more and more layers on the host, each with a function that takes the bytes it lacks.
+
+    Args:
+        first: The call with none there.
+        about_bytes: Estimates the smallest peak of a call in little time.
+        budget_bytes: Of a step.
+        host_bytes: Most bytes of the weights.
+    """
+    layers, count = layers_of(first), 0
+    if not layers:
+        return
+    layer_bytes = max(layer.nbytes for layer in layers)
+    most = min(len(layers), host_bytes // layer_bytes)
+    lacking = about_bytes(first) - budget_bytes
+    is_estimate = True
+
+    def lack(nbytes: int) -> None:
+        nonlocal lacking
+        lacking = nbytes
+
+    while count < most:
+        count = min(most, count + max(1, ceil(lacking / layer_bytes)))
+        attempt = streamed(first, spread(layers, count))
+        if is_estimate:  # some layers' copies are there at once
+            is_estimate = False
+            lacking = about_bytes(attempt) - budget_bytes
+            if lacking > 0 and count < most:
+                continue
+        yield attempt, lack

@@ -1,0 +1,53 @@
+"""Plans a run whose frozen weights hardly fit a device before they are loaded, and says which stay on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from thunder_memsave.finetune.plan.plan_run import plan_run
+from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.planner.graph import Device
+from thunder_memsave.planner.report.offload_shown import weights_on_host, weights_shown
+from thunder_memsave.settings.value_kinds import BytesOrFraction
+from thunder_memsave.stored_weights.in_bytes import frozen_in_bytes
+
+_MUCH = 0.8
+"""Part of a budget above which frozen weights may leave too little; the plan, which takes up to a minute, says so."""
+
+
+def layers_on_host(
+    config: RunConfig, model: nn.Module, device: Device, budget_bytes: int | None
+) -> tuple[tuple[str, ...], str]:
+    """Return the modules whose frozen weights are to stay on the host, and a line that says so; nothing if all fit.
+
+    Args:
+        config: A run of one process.
+        model: Its model, on meta.
+        device: The device that computes.
+        budget_bytes: Of a step; None: no limit.
+
+    Raises:
+        BudgetError: no plan was found at all.
+    """
+    if budget_bytes is None or not config.memory.may_offload or config.memory.offload_weights:
+        return (), ""
+    if config.fp8 is not None or frozen_bytes(config, model) <= _MUCH * budget_bytes:
+        return (), ""
+    memory = replace(
+        config.memory, budget=BytesOrFraction(budget_bytes), reserve=type(config.memory)().reserve
+    )
+    made = plan_run(replace(config, memory=memory), device=device, num_ranks=1, has_curve=False)
+    found = weights_on_host(made.call.program) if made.fits else {}
+    names = [name if number is None else f"{name}.{number}" for name, number in found]
+    return tuple(names), " ".join(weights_shown(made.call.program)) if names else ""
+
+
+def frozen_bytes(config: RunConfig, model: nn.Module) -> int:
+    """Return the bytes of a model's frozen weights in the formats that the run keeps them in."""
+    kept = frozen_in_bytes(model, config.model.frozen_weights, data_parallel=None)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    if kept is None:
+        return sum(p.nbytes for p in frozen)
+    return kept.num_bytes + sum(p.nbytes for p in frozen if not kept.has(p))

@@ -1,0 +1,97 @@
+"""Frozen weights that stay on the host, and the operation of a trace that copies one to the device.
+
+    f1 = fetch_weight(w, "cuda:0")          # begins a copy, as a gather begins to receive
+    w1 = torch_wait_prim_impl(f1)           # the copy has ended
+
+A weight on the host is the same parameter, whose data is in page-locked memory: state dicts, files and casts read it
+there. The host's memory is not torch's, so no allocator counts it.
+"""
+
+from __future__ import annotations
+
+import torch
+from thunder.core import devices
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from thunder.extend import OperatorExecutor, register_executor
+from torch import Tensor, nn
+
+from thunder_memsave.ops.host_copies.engine import begin, host_of, wait
+from thunder_memsave.planner.graph import FETCH
+
+LEAST_BYTES = 2**17
+"""Smaller weights stay on the device: to begin a copy takes the host as long as to launch several operations."""
+
+_PLACE, _ADDRESS = "fetched_to", "address_on_host"
+
+_executor = OperatorExecutor("thunder_memsave_host_weights", version="0")
+register_executor(_executor)
+
+
+def mark(p: nn.Parameter, place: torch.device) -> None:
+    """Say that a weight is to stay on the host, for use on the device `place`."""
+    setattr(p, _PLACE, place)
+
+
+def keep_on_host(p: nn.Parameter, place: torch.device) -> None:
+    """Put a weight's data into memory of the host, in place, for use on the device `place`.
+
+    Raises:
+        HostMemoryError: the host does not let the device read so much of its memory.
+    """
+    mark(p, place)
+    is_there = vars(p).get(_ADDRESS) == p.data_ptr()
+    if p.untyped_storage().nbytes() and not is_there:  # in a plan it has no memory
+        lease = host_of(place).weights.take(p.nbytes)
+        kept = lease.view(p.dtype).view(p.shape)
+        with torch.no_grad():
+            kept.copy_(p.data)
+        p.data = kept
+        setattr(p, _ADDRESS, p.data_ptr())
+
+
+def place_of(tensor: Tensor) -> torch.device | None:
+    """Return the device that a weight on the host is copied to; None: it is not on the host."""
+    return vars(tensor).get(_PLACE)
+
+
+class _Arriving:
+    """A copy to the device that has begun."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+
+    def wait(self) -> None:
+        """Let what the device is given next wait for it."""
+        wait(self._target)
+
+
+def _fetch(weight: Tensor, place: str) -> tuple[_Arriving, Tensor]:
+    target = torch.empty(weight.shape, dtype=weight.dtype, device=place)
+    begin(_bytes_of(weight), _bytes_of(target), "in")
+    return _Arriving(target), target
+
+
+def _bytes_of(weight: Tensor) -> Tensor:
+    return weight.detach().view(-1).view(torch.uint8)
+
+
+def _coming(weight: TensorProxy, place: str) -> FutureTensorProxy:
+    return FutureTensorProxy(
+        shape=weight.shape, dtype=weight.dtype, device=devices.to_device(place)
+    )
+
+
+fetch_weight = _executor.register_operator(FETCH, meta=_coming, fn=_fetch)
+"""`(weight on the host, device) -> future` of a copy of it on the device; inside of `engine.copying()`."""
+
+
+def is_fetch(bsym: BoundSymbol) -> bool:
+    """Return whether a symbol copies a weight from the host."""
+    return bool(bsym.sym.id == fetch_weight.id)
+
+
+def fetches(trace: TraceCtx) -> bool:
+    """Return whether a trace copies weights from the host."""
+    return any(map(is_fetch, trace.bound_symbols))

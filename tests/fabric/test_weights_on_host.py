@@ -1,0 +1,230 @@
+"""Frozen weights on the host: the same bits, the planned peak to the byte, less of the device, and clear refusals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness import models
+from harness.copy_engines import hostile_copies
+from harness.fabric import make_fabric
+from harness.memory import measured_memory
+from thunder_memsave.budget.offload import last_resort, streamed
+from thunder_memsave.errors import HostMemoryError
+from thunder_memsave.materialize import host_weights
+from thunder_memsave.ops.host_copies.weights import place_of
+from thunder_memsave.settings.problems import ConfigError
+from thunder_memsave.strategy import ThunderMemsaveStrategy
+
+ALL = {"offload_weights": ("model.layers",), "host_budget": 2**28}
+SOME = {"offload_weights": ("model.layers.1", "model.layers.2"), "host_budget": 2**28}
+
+
+@pytest.fixture(autouse=True)
+def small_weights() -> Iterator[None]:
+    """Let small weights stay on the host too."""
+    with (
+        patch.object(host_weights, "LEAST_BYTES", 1024),
+        patch.object(streamed, "LEAST_BYTES", 1024),
+    ):
+        yield
+
+
+class Run:
+    """A Llama of which the norms alone are trained, and its steps."""
+
+    def __init__(
+        self,
+        memory: dict[str, Any],
+        *,
+        num_layers: int = 4,
+        change: Callable[[Any], object] = lambda module: None,
+        **arguments: Any,
+    ) -> None:
+        self.fabric = make_fabric(memory=memory, sharding="none", **arguments)
+        torch.manual_seed(0)
+        self.net: Any = models.llama(num_layers)
+        for name, p in self.net.named_parameters():
+            p.requires_grad_("norm" in name)
+        change(self.net)
+        self.trained = [p for p in self.net.parameters() if p.requires_grad]
+        made = torch.optim.SGD(self.trained, lr=0.1)
+        self.model, self.optimizer = self.fabric.setup(self.net, made)
+        self.ids = models.token_batch(2, 32, seed=1)
+
+    def loss(self) -> Tensor:
+        return self.model(input_ids=self.ids, labels=self.ids).loss
+
+    def steps(self, count: int = 2) -> Run:
+        for _ in range(count):
+            self.fabric.backward(self.loss())
+            self.gradients = [p.grad.clone() for p in self.trained if p.grad is not None]
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    @property
+    def strategy(self) -> ThunderMemsaveStrategy:
+        assert isinstance(self.fabric.strategy, ThunderMemsaveStrategy)
+        return self.fabric.strategy
+
+    @property
+    def peak_bytes(self) -> int:
+        assert self.strategy.plan is not None
+        return self.strategy.plan.predicted_peak_bytes
+
+    @property
+    def on_host(self) -> list[str]:
+        return [n for n, p in self.net.named_parameters() if place_of(p) is not None]
+
+    def same_as(self, other: Run) -> bool:
+        pairs = zip(
+            [*self.gradients, *self.net.parameters()],
+            [*other.gradients, *other.net.parameters()],
+            strict=True,
+        )
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_steps_and_evaluation_have_the_bits_of_weights_on_the_device() -> None:
+    here = Run({}).steps()
+    with hostile_copies() as (engine, _):
+        there = Run(ALL).steps()
+        assert engine.num_begun == {"out": 0, "in": 2 * 2 * len(there.on_host)}
+        with torch.no_grad():
+            logits = there.model(input_ids=there.ids).logits
+        assert torch.equal(logits, here.model(input_ids=here.ids).logits)
+        assert there.same_as(here)
+    assert len(there.on_host) == 4 * 7
+    assert "on the host: " in there.strategy.explain()
+    assert " of frozen weights, of layers 0-3 of model.layers" in there.strategy.explain()
+
+
+def test_weights_in_few_bits_stay_there_in_few_bits() -> None:
+    settings: dict[str, Any] = {"frozen_weights": "nf4"}
+    here = Run({}, **settings).steps()
+    with hostile_copies():
+        there = Run(SOME, **settings).steps()
+        assert there.same_as(here)
+    assert {p.dtype for n, p in there.net.named_parameters() if n in there.on_host} == {torch.uint8}
+
+
+def test_meta_weights_are_filled_on_the_host() -> None:
+    def on_meta(module: nn.Module) -> None:
+        module.to("meta")
+
+    torch.manual_seed(3)
+    here = Run({}, change=on_meta).steps()
+    torch.manual_seed(3)
+    there = Run(SOME, change=on_meta).steps()
+    assert there.same_as(here)
+    assert len(there.on_host) == 2 * 7
+
+
+@pytest.mark.parametrize("policy", [{"policy": "recompute_all"}, {}])
+def test_the_peak_is_the_planned_one_to_the_byte(policy: dict[str, Any]) -> None:
+    here = Run(policy).steps(1)
+    there = Run({**ALL, **policy}).steps(1)
+    assert there.same_as(here)
+    held = [p for p in there.net.parameters() if place_of(p) is None]
+    for run, live in ((here, [*here.net.parameters()]), (there, held)):
+
+        def step(run: Run = run) -> None:
+            output = run.model(input_ids=run.ids, labels=run.ids)  # it is held until backward ends
+            run.fabric.backward(output.loss)
+            run.optimizer.step()
+
+        before = sum(t.nbytes for t in (*live, *run.net.buffers(), run.ids))
+        assert run.peak_bytes == before + measured_memory(step).peak_bytes
+    assert there.peak_bytes < here.peak_bytes
+
+
+def test_a_budget_that_the_weights_alone_exceed_is_kept() -> None:
+    here = Run({}, num_layers=8).steps()
+    weights = sum(p.nbytes for p in here.net.parameters())
+    budget = weights - 1
+    there = Run(
+        {"offload_weights": ("*.layers.*",), "host_budget": 2**28, "budget": budget}, num_layers=8
+    ).steps()
+    assert there.same_as(here)
+    assert there.peak_bytes <= budget
+
+
+def test_an_error_in_the_middle_leaves_weights_as_they_are() -> None:
+    with hostile_copies():
+        run = Run(ALL).steps(1)
+        with pytest.raises(IndexError):
+            run.model(input_ids=torch.full((2, 32), 10**6), labels=run.ids)
+        assert run.steps(1).same_as(Run({}).steps(2))
+
+
+def test_files_have_the_weights_as_before(tmp_path: Path) -> None:
+    here, there = Run({}).steps(), Run(SOME).steps()
+    for name, run in (("here", here), ("there", there)):
+        run.fabric.save(tmp_path / name, {"model": run.model})
+    other = Run(
+        SOME, change=lambda module: nn.init.zeros_(module.model.layers[1].mlp.up_proj.weight)
+    )
+    other.fabric.load(tmp_path / "here", {"model": other.model})
+    other.gradients = here.gradients
+    assert other.same_as(there)
+    assert len(other.on_host) == 2 * 7
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Take the CPU for a device that is not the host."""
+    with patch.object(last_resort, "is_host", lambda _: False):
+        yield
+
+
+def test_as_few_layers_as_it_takes_go_to_the_host_where_nothing_else_fits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here = Run({}, num_layers=6).steps(2)
+    least = Run({"policy": "recompute_all"}, num_layers=6).steps(1).peak_bytes
+    layer = sum(p.nbytes for p in here.net.model.layers[0].parameters())
+    budget = least - 2 * layer
+    caplog.set_level(logging.INFO)
+    with elsewhere(), hostile_copies():
+        found = Run({"budget": budget, "host_budget": 2**28}, num_layers=6).steps(2)
+        assert found.same_as(here)
+    assert found.peak_bytes <= budget
+    num_layers = len({name.split(".")[2] for name in found.on_host})
+    assert 2 <= num_layers <= 5
+    assert "nothing fits with all frozen weights on the device" in caplog.text
+
+
+def test_the_host_s_memory_is_a_limit() -> None:
+    with pytest.raises(
+        HostMemoryError, match=r"memory.offload_weights keeps on the host take [\d,]+ bytes there"
+    ):
+        Run({**ALL, "host_budget": 10_000})
+
+
+@pytest.mark.parametrize(
+    ("memory", "arguments", "message"),
+    [
+        ({"offload_weights": ("model.layer.*",)}, {}, "has 'model.layer.*', which names no module"),
+        (
+            {"offload_weights": ("model.norm",)},
+            {},
+            "names modules without frozen weights of at least",
+        ),
+        (ALL, {"fp8": {}}, "fp8 keeps copies of them on the device"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    memory: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        Run(memory, **arguments)
+    assert message in str(error.value)

@@ -1,0 +1,101 @@
+"""A run with frozen weights on the host: its adapters' bits, `plan`'s bytes, and which layers a device cannot hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness.language_model import run_values, write_model, write_run_file
+from thunder_memsave.budget.offload import streamed
+from thunder_memsave.finetune.cli import main
+from thunder_memsave.finetune.model.build import describe_model
+from thunder_memsave.finetune.plan.plan_run import plan_run
+from thunder_memsave.finetune.run import weights_on_host
+from thunder_memsave.finetune.run.weights_on_host import frozen_bytes, layers_on_host
+from thunder_memsave.finetune.run_file.reading.parse import load_run_config
+from thunder_memsave.materialize import host_weights
+from thunder_memsave.planner.devices import device
+
+ON_HOST = {"offload_weights": ["*.layers.0"], "host_budget": "1GiB"}
+
+
+@pytest.fixture(autouse=True)
+def small_weights() -> Iterator[None]:
+    """Let small weights stay on the host too."""
+    with (
+        patch.object(host_weights, "LEAST_BYTES", 1024),
+        patch.object(streamed, "LEAST_BYTES", 1024),
+    ):
+        yield
+
+
+def written(directory: Path, model: Path, **sections: Any) -> str:
+    directory.mkdir()
+    train = {"global_batch_size": 2, "micro_batch_size": 2, "max_steps": 2}
+    return str(write_run_file(directory, run_values(directory, model, train=train, **sections)))
+
+
+def adapters(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "run" / "adapter" / "adapter_model.safetensors")
+
+
+def test_a_run_trains_the_adapters_of_one_with_weights_on_the_device(
+    one_layer: Path, tmp_path: Path
+) -> None:
+    here, there = (
+        written(tmp_path / name, one_layer, memory=memory)
+        for name, memory in (("here", {}), ("there", ON_HOST))
+    )
+    assert main(["train", here]) == main(["train", there]) == 0
+    expected, found = adapters(tmp_path / "here"), adapters(tmp_path / "there")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_plan_says_which_weights_are_there(
+    one_layer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, report = written(tmp_path / "run", one_layer, memory=ON_HOST), tmp_path / "plan.json"
+    options = ["--device=h200", "--world-size=1", "--host-memory=8GiB", f"--json={report}"]
+    assert main(["plan", file, *options]) == 0
+    assert (
+        " of frozen weights, of layer 0 of base_model.model.model.layers" in capsys.readouterr().out
+    )
+    ((module, nbytes),) = (
+        each.values() for each in json.loads(report.read_text())["weights_on_host"]
+    )
+    assert module == "base_model.model.model.layers.0"
+    assert nbytes > 0
+
+
+def test_several_processes_shard_instead(
+    one_layer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "run", one_layer, memory=ON_HOST)
+    assert (
+        main(["plan", file, "--device=h200", "--world-size=2", "--train.micro_batch_size=1"]) == 2
+    )
+    assert "memory.offload_weights is for one process, and there are 2" in capsys.readouterr().err
+
+
+def test_what_a_device_cannot_hold_is_known_before_it_is_loaded(tmp_path: Path) -> None:
+    three_layers = write_model(tmp_path / "model", num_hidden_layers=3)
+    file = written(tmp_path / "run", three_layers, memory={"limits": "tensors"})
+    config = load_run_config(file)
+    model, h200 = describe_model(config), replace(device("h200"), host_memory_bytes=2**33)
+    needed = plan_run(config, device=h200, num_ranks=1, has_curve=False)
+    nbytes = frozen_bytes(config, model)
+    assert layers_on_host(config, model, h200, 10 * nbytes) == ((), "")
+    with patch.object(weights_on_host, "_MUCH", 0.0):  # cuBLAS's workspaces alone are much more
+        names, line = layers_on_host(config, model, h200, needed.smallest_bytes - nbytes // 9)
+    assert 0 < len(names) <= 3
+    assert all(name.startswith("base_model.model.model.layers.") for name in names)
+    assert "of frozen weights, of layer" in line
