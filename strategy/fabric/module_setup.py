@@ -191,6 +191,7 @@ class ModuleSetup:
             device_at(self.device),
             self.states,
             free_bytes=self._free_host_bytes,
+            streams=self.config.fp8 is None,
         )
 
     def _step_memory(self) -> Callable[[], StepMemory]:

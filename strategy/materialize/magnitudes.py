@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fp8.kernels import torch_backend
 from thunder_memsave.fp8.weights.frozen import scale_inv_of
+from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.sharding.rows import gather_full, own_rows, take_rows
 from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded, stored_weight
 from thunder_memsave.stored_weights.formats import format_named
@@ -64,6 +65,7 @@ def _weight_itself(base: nn.Module, data_parallel: DataParallel | None) -> Tenso
     weight = base._parameters["weight"]
     assert weight is not None
     whole, stored = gather_full(weight, data_parallel), stored_weight(weight)
+    whole = whole.to(place_of(weight) or whole.device)  # the norms are those of its kernels
     if stored is None:
         return whole
     if stored.format == "fp8":

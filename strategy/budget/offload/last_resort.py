@@ -46,12 +46,23 @@ class LastResort:
     states: States
     free_bytes: int | None
     """Memory of the host for this process, before anything is there; None: not known."""
+    streams: bool = True
+    """Whether frozen weights may go there."""
 
     @classmethod
     def of(
-        cls, settings: MemoryConfig, device: Device, states: States, *, free_bytes: int | None
+        cls,
+        settings: MemoryConfig,
+        device: Device,
+        states: States,
+        *,
+        free_bytes: int | None,
+        streams: bool,
     ) -> LastResort | None:
-        """Return what `memory.offload: auto` allows on a device; None: nothing, as on the CPU, which is the host."""
+        """Return what `memory.offload: auto` allows on a device; None: nothing, as on the CPU, which is the host.
+
+        `streams`: whether frozen weights may go there, as those that fp8 keeps copies of may not.
+        """
         if not settings.may_offload or is_host(device):
             return None
         asked = replace(settings, offload="all")
@@ -59,7 +70,9 @@ class LastResort:
         with suppress(PlanError):  # the host's memory is not known
             terms = offload_terms(asked, device, free_bytes=free_bytes)
         terms = None if terms is None else replace(terms, is_last_resort=True)
-        return cls(settings=asked, terms=terms, states=states, free_bytes=free_bytes)
+        return cls(
+            settings=asked, terms=terms, states=states, free_bytes=free_bytes, streams=streams
+        )
 
     def attempts(self, first: Attempt) -> Iterator[Attempt | None]:
         """Yield a call with more and more on the host: activations, states of optimizers, both; None: it cannot be."""
@@ -189,7 +202,8 @@ def best_of(
                 resort.take(attempt)
             return tried
         refused.append(tried)
-    if resort is not None and budget_bytes is not None and data_parallel is None:
+    is_streamed = resort is not None and resort.streams and data_parallel is None
+    if resort is not None and budget_bytes is not None and is_streamed:
         with_weights = streaming(
             first, about_bytes, budget_bytes=budget_bytes, host_bytes=resort.host_bytes
         )

@@ -1,4 +1,4 @@
-"""Keeps frozen weights of some layers on the host, where no plan fits without: as few layers as that takes.
+"""Keeps frozen weights of some layers on the host, where no plan fits without: about as few layers as that takes.
 
 The layers are spread evenly over the model, so that the copies of one run beside what the layers before it compute.
 """

@@ -58,7 +58,11 @@ class RunPlanner(MemoryPlanner):
             by_transformer_engine=by_transformer_engine(strategy.fp8, device),
             offload=offload_terms(strategy.memory, device, free_bytes=device.host_memory_bytes),
             last_resort=LastResort.of(
-                strategy.memory, device, states, free_bytes=device.host_memory_bytes
+                strategy.memory,
+                device,
+                states,
+                free_bytes=device.host_memory_bytes,
+                streams=strategy.fp8 is None and data_parallel is None,
             ),
         )
         self.refusal: BudgetError | None = None

@@ -23,6 +23,7 @@ from thunder_memsave.finetune.run.weights_on_host import frozen_bytes, layers_on
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.materialize import host_weights
 from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.report.offload_shown import weights_shown
 
 ON_HOST = {"offload_weights": ["*.layers.0"], "host_budget": "1GiB"}
 
@@ -99,3 +100,19 @@ def test_what_a_device_cannot_hold_is_known_before_it_is_loaded(tmp_path: Path) 
     assert 0 < len(names) <= 3
     assert all(name.startswith("base_model.model.model.layers.") for name in names)
     assert "of frozen weights, of layer" in line
+
+
+@pytest.mark.parametrize("others", [{"num_ranks": 2}, {"fp8": {}}])
+def test_plans_of_several_ranks_or_with_fp8_leave_weights_where_they_are(
+    one_layer: Path, tmp_path: Path, others: dict[str, Any]
+) -> None:
+    num_ranks = others.pop("num_ranks", 1)
+    memory = {"limits": "tensors", "budget": 2**26}  # cuBLAS's workspaces alone
+    config = load_run_config(
+        written(tmp_path / "run", one_layer, memory=memory, **others),
+        ["--train.micro_batch_size=1"],
+    )
+    h200 = replace(device("h200"), host_memory_bytes=2**33)
+    made = plan_run(config, device=h200, num_ranks=num_ranks, has_curve=False)
+    assert not made.fits
+    assert not weights_shown(made.call.program)
