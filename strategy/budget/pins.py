@@ -21,9 +21,9 @@ def pin_of(memory: MemoryConfig, module: str) -> Action | None:
         module: Dotted name of the module; the model itself is ''.
     """
     names = tuple(with_ancestors(module))
-    if _any_matches(memory.keep, names):
+    if any_matches(memory.keep, names):
         return KEEP
-    return RECOMPUTE if _any_matches(memory.recompute, names) else None
+    return RECOMPUTE if any_matches(memory.recompute, names) else None
 
 
 def check_pins(memory: MemoryConfig, modules: Iterable[str]) -> None:
@@ -38,20 +38,28 @@ def check_pins(memory: MemoryConfig, modules: Iterable[str]) -> None:
     """
     names = tuple(modules)
     for key, patterns in (("keep", memory.keep), ("recompute", memory.recompute)):
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise matches_nothing(key, pattern, names)
+        check_patterns(key, patterns, names)
     for name in names:
         around = tuple(with_ancestors(name))
-        if _any_matches(memory.keep, around) and _any_matches(memory.recompute, around):
+        if any_matches(memory.keep, around) and any_matches(memory.recompute, around):
             raise ConfigError(
                 f"memory.keep and memory.recompute both name {name!r}, or a module around it; remove one of them.",
                 key="memory.recompute",
             )
 
 
-def matches_nothing(key: str, pattern: str, names: Sequence[str]) -> ConfigError:
-    """Return the error for a pattern in a key of `memory` that names none of these modules."""
+def check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse patterns of a key of `memory` that name none of a model's modules.
+
+    Raises:
+        ConfigError: one names nothing.
+    """
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise _matches_nothing(key, pattern, names)
+
+
+def _matches_nothing(key: str, pattern: str, names: Sequence[str]) -> ConfigError:
     nearest = difflib.get_close_matches(pattern, names, n=_NUM_SHOWN, cutoff=0.3)
     examples = ", ".join(map(repr, nearest or [name for name in names if name][:_NUM_SHOWN]))
     return ConfigError(
@@ -68,5 +76,6 @@ def with_ancestors(module: str) -> Iterator[str]:
         module = module.rpartition(".")[0]
 
 
-def _any_matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
+def any_matches(patterns: Sequence[str], names: Sequence[str]) -> bool:
+    """Tell whether a pattern names one of these modules."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)

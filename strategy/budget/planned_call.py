@@ -226,16 +226,19 @@ class Attempt:
             traces = replace(traces, joint=joint)
         if traces is self.traces:
             return replace(self, way=way)
-        found = Attempt.of(
+        return replace(self.with_traces(traces, self.arguments), way=way)
+
+    def with_traces(self, traces: Traces, arguments: Arguments) -> Attempt:
+        """Return this call with other traces, whose graph is extracted."""
+        return Attempt.of(
             traces,
             self.steps,
-            arguments=self.arguments,
+            arguments=arguments,
             known=self.known,
             memory=self.memory,
             device=self.device,
             offload=self.offload,
         )
-        return replace(found, way=way)
 
     @property
     def loss_tile_bytes(self) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from thunder_memsave.budget.pins import matches_nothing, with_ancestors
+from thunder_memsave.budget.pins import any_matches, check_patterns, with_ancestors
 from thunder_memsave.config import StrategyConfig
-from thunder_memsave.ops.host_copies.weights import LEAST_BYTES, keep_on_host, mark, place_of
+from thunder_memsave.ops.host_copies.weights import keep_on_host, mark, place_of
+from thunder_memsave.planner.offload.copies import LEAST_BYTES
 from thunder_memsave.settings.problems import ConfigError
 
 _KEY = "memory.offload_weights"
@@ -46,10 +46,7 @@ def mark_for_host(
             "them out. model.frozen_weights makes weights smaller, and goes with it.",
             key=_KEY,
         )
-    names = [name for name, _ in module.named_modules()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise matches_nothing("offload_weights", pattern, names)
+    check_patterns("offload_weights", patterns, [name for name, _ in module.named_modules()])
     found = _chosen(module, patterns)
     if not found:
         raise ConfigError(
@@ -65,8 +62,7 @@ def mark_for_host(
 def _chosen(module: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
     found: dict[int, nn.Parameter] = {}
     for name, owner in module.named_modules():
-        around = tuple(with_ancestors(name))
-        if not any(fnmatchcase(each, pattern) for each in around for pattern in patterns):
+        if not any_matches(patterns, tuple(with_ancestors(name))):
             continue
         for p in owner._parameters.values():
             if p is not None and not p.requires_grad and p.nbytes >= LEAST_BYTES:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from harness import models
 from harness.copy_engines import hostile_copies
 from harness.fabric import make_fabric
+from harness.host_weights import small_host_weights
 from harness.memory import measured_memory
-from thunder_memsave.budget.offload import last_resort, streamed
+from thunder_memsave.budget.offload import last_resort
 from thunder_memsave.errors import HostMemoryError
-from thunder_memsave.materialize import host_weights
 from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.strategy import ThunderMemsaveStrategy
@@ -31,10 +31,7 @@ SOME = {"offload_weights": ("model.layers.1", "model.layers.2"), "host_budget": 
 @pytest.fixture(autouse=True)
 def small_weights() -> Iterator[None]:
     """Let small weights stay on the host too."""
-    with (
-        patch.object(host_weights, "LEAST_BYTES", 1024),
-        patch.object(streamed, "LEAST_BYTES", 1024),
-    ):
+    with small_host_weights():
         yield
 
 

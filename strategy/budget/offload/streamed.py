@@ -15,9 +15,9 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
 from thunder_memsave.budget.planned_call import Attempt
-from thunder_memsave.ops.host_copies.weights import LEAST_BYTES
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.regather import regather_forward
+from thunder_memsave.planner.offload.copies import LEAST_BYTES
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?=\.|$)")
 
@@ -74,14 +74,9 @@ def streamed(attempt: Attempt, layers: Sequence[Layer]) -> Attempt:
         found = traces.tiled()
         return None if found is None else changed(found)
 
-    return Attempt.of(
+    return attempt.with_traces(
         replace(traces, joint=changed(traces.joint), tiled=cache(tiled)),
-        attempt.steps,
-        arguments=replace(arguments, kinds={**arguments.kinds, **dict.fromkeys(names, "host")}),
-        known=attempt.known,
-        memory=attempt.memory,
-        device=attempt.device,
-        offload=attempt.offload,
+        replace(arguments, kinds={**arguments.kinds, **dict.fromkeys(names, "host")}),
     )
 
 

@@ -20,9 +20,6 @@ from torch import Tensor, nn
 from thunder_memsave.ops.host_copies.engine import begin, host_of, wait
 from thunder_memsave.planner.graph import FETCH
 
-LEAST_BYTES = 2**17
-"""Smaller weights stay on the device: to begin a copy takes the host as long as to launch several operations."""
-
 _PLACE, _ADDRESS = "fetched_to", "address_on_host"
 
 _executor = OperatorExecutor("thunder_memsave_host_weights", version="0")

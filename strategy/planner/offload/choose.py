@@ -15,11 +15,10 @@ from math import inf
 from thunder_memsave.planner.linear.coverage import add_coverage
 from thunder_memsave.planner.linear.model import Model
 from thunder_memsave.planner.linear.program import LinearProgram
+from thunder_memsave.planner.offload.copies import LEAST_BYTES
 from thunder_memsave.planner.offload.engines import CopyRates
 from thunder_memsave.planner.work import Work
 
-LEAST_BYTES = 2**17
-"""Smaller values stay: to begin a copy takes the host as long as to launch several operations."""
 _MOMENTS = 24
 """Moments of forward, and of backward, that have a row."""
 _PER_OFFLOADED_BYTE = 1e-4

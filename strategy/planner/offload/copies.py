@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from thunder_memsave.planner.graph import Op, Program, Step, Storage
 
+LEAST_BYTES = 2**17
+"""Smaller values stay: to begin a copy takes the host as long as to launch several operations."""
 COPY_OUT, WAIT_OUT, COPY_IN, WAIT_IN = "copy_out", "wait_copy_out", "copy_in", "wait_copy_in"
 """Names of the four operations in traces and programs."""
 _COPIES = frozenset((COPY_OUT, WAIT_OUT, COPY_IN, WAIT_IN))

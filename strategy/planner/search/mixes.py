@@ -17,8 +17,8 @@ from thunder_memsave.planner import effort
 from thunder_memsave.planner.actions import NO_ACTIONS, OFFLOAD, Actions
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.linear.bounds import least_bytes, least_us
-from thunder_memsave.planner.offload.choose import LEAST_BYTES, Choice, targets
-from thunder_memsave.planner.offload.copies import is_copy, with_copies
+from thunder_memsave.planner.offload.choose import Choice, targets
+from thunder_memsave.planner.offload.copies import LEAST_BYTES, is_copy, with_copies
 from thunder_memsave.planner.offload.engines import CopyRates, StepTime, step_time
 from thunder_memsave.planner.offload.place import place, placed
 from thunder_memsave.planner.order import CPU_GENERATOR_STATE_BYTES, order

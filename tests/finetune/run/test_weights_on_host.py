@@ -13,15 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from harness.host_weights import small_host_weights
 from harness.language_model import run_values, write_model, write_run_file
-from thunder_memsave.budget.offload import streamed
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.finetune.model.build import describe_model
 from thunder_memsave.finetune.plan.plan_run import plan_run
 from thunder_memsave.finetune.run import weights_on_host
 from thunder_memsave.finetune.run.weights_on_host import frozen_bytes, layers_on_host
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
-from thunder_memsave.materialize import host_weights
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.report.offload_shown import weights_shown
 
@@ -31,10 +30,7 @@ ON_HOST = {"offload_weights": ["*.layers.0"], "host_budget": "1GiB"}
 @pytest.fixture(autouse=True)
 def small_weights() -> Iterator[None]:
     """Let small weights stay on the host too."""
-    with (
-        patch.object(host_weights, "LEAST_BYTES", 1024),
-        patch.object(streamed, "LEAST_BYTES", 1024),
-    ):
+    with small_host_weights():
         yield
 
 
