@@ -12,7 +12,8 @@ from thunder_memsave.compiler.offload import offload
 from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.drop_unread import drop_unread
-from thunder_memsave.passes.overwritten import keep_overwritten
+from thunder_memsave.passes.in_place.embedding_sums import add_embedding_gradients
+from thunder_memsave.passes.in_place.overwritten import keep_overwritten
 from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.step import Pass, Step, on_joint
 
@@ -48,6 +49,11 @@ STEPS: tuple[Step[State], ...] = (
         "gather_in_compute_dtype", "cast weights before they are gathered", gather_in_compute_dtype
     ),
     _pass("gather_in_fp8", "cast weights to fp8 before they are gathered", gather_in_fp8),
+    _pass(
+        "add_embedding_gradients",
+        "add gradients of embeddings to those of heads that share their weights",
+        add_embedding_gradients,
+    ),
     _step("fetch_weights", "copy weights from the host", joint_steps.fetch),
     _step("tile_rows", "offer the plan wide values in tiles of tokens", joint_steps.tile),
     _step("regather", "gather weights again for each reader", joint_steps.gather_again),

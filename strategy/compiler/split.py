@@ -15,8 +15,8 @@ from thunder.transforms.autodiff import (
 from thunder_memsave.compiler.state import State
 from thunder_memsave.ops.accumulation import accumulated_names, without_reductions
 from thunder_memsave.ops.added_gradients import with_added
-from thunder_memsave.passes.in_place_results import write_in_place
-from thunder_memsave.passes.in_place_updates import update_in_place
+from thunder_memsave.passes.in_place.results import write_in_place
+from thunder_memsave.passes.in_place.updates import update_in_place
 from thunder_memsave.passes.symbols import is_joint
 
 

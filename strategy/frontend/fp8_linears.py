@@ -33,7 +33,7 @@ from thunder_memsave.ops.families.linear_cross_entropy import (
     linear_cross_entropy,
     with_usual_index,
 )
-from thunder_memsave.ops.families.tiled_loss import Wanted
+from thunder_memsave.ops.families.loss_sums import Wanted
 from thunder_memsave.ops.location import module_name
 from thunder_memsave.sharding.sharded_parameter import unquantized_dtype
 

@@ -12,6 +12,7 @@ from thunder_memsave.ops.families import (
     aten_scratch,
     attention,
     attention_kernels,
+    embedding_gradient,
     linear_cross_entropy,
     linear_cross_entropy_in_fp8,
     packed_kernels,
@@ -40,6 +41,7 @@ FOREIGN: tuple[Foreign, ...] = (
     attention_kernels.of_pytorch,
     aten_scratch.layer_norm_backward,
     aten_scratch.embedding_backward,
+    embedding_gradient.sorted_tokens,
 )
 
 

@@ -33,6 +33,11 @@ def is_cast(bsym: BoundSymbol) -> bool:
     return bsym.sym.executor is torchex.ex and bsym.sym.name == "to"
 
 
+def makes_copy(bsym: BoundSymbol) -> bool:
+    """Return whether it is a cast whose result is new memory in any case."""
+    return is_cast(bsym) and bool(bsym.kwargs.get("copy"))
+
+
 def records_amax(bsym: BoundSymbol) -> bool:
     """Return whether it is a cast that raises a running maximum (fp8/compute/operators.py), and may run many times."""
     return str(bsym.sym.name).startswith("fp8_quantize_delayed_")

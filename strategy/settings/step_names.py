@@ -20,6 +20,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "keep_overwritten": "without it, backward reads what forward has written over",
         "gather_in_compute_dtype": "",
         "gather_in_fp8": "",
+        "add_embedding_gradients": "",
         "fetch_weights": "no kernel of a device reads weights on the host; leave `memory.offload_weights` out instead",
         "tile_rows": "",
         "regather": "",

@@ -37,6 +37,7 @@ NAMES = [step.name for step in STEPS]
 OPTIONAL = (
     "gather_in_compute_dtype",
     "gather_in_fp8",
+    "add_embedding_gradients",
     "tile_rows",
     "regather",
     "schedule",

@@ -16,7 +16,11 @@ from thunder_memsave.planner.simulate import simulate
 
 def predicted_bytes(module: Any, directory: Path) -> int:
     """Return the peak of the traces that run, without what is there before."""
-    (compiled,) = module._forward_module.captures
+    return predicted_of_capture(*module._forward_module.captures, directory=directory)
+
+
+def predicted_of_capture(compiled: Any, *, directory: Path) -> int:
+    """Return the same for the traces of one capture; scratch is measured, and kept in a directory."""
     known = profiles(scratch=MeasuredScratch(directory=directory))
     traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
     found = program(*traces, known=known, differentiated={0})

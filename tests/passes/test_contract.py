@@ -19,7 +19,8 @@ from thunder_memsave.compiler.pipeline import STEPS
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.fetch_weights import fetch_weights
-from thunder_memsave.passes.overwritten import keep_overwritten
+from thunder_memsave.passes.in_place.embedding_sums import add_embedding_gradients
+from thunder_memsave.passes.in_place.overwritten import keep_overwritten
 from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
@@ -34,6 +35,7 @@ IDLE: tuple[Pass, ...] = (
     gather_in_fp8,
     regather,
     regather_forward,
+    add_embedding_gradients,
     keep_overwritten,
     reduce_early,
 )

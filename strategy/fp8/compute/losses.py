@@ -32,7 +32,7 @@ from thunder_memsave.ops.families.linear_cross_entropy_in_fp8 import (
     forward,
     fp8_tile_rows,
 )
-from thunder_memsave.ops.families.tiled_loss import Wanted
+from thunder_memsave.ops.families.loss_sums import Wanted
 from thunder_memsave.ops.kernel_calls import symbol_of
 
 

@@ -18,18 +18,15 @@ from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
 from thunder_memsave.ops.cuda_device import device_of
+from thunder_memsave.ops.families.loss_sums import Gradients, Wanted, multiplied, wide_dtype
 from thunder_memsave.ops.families.tiled_loss import (
     IGNORED,
-    Gradients,
     Head,
     LossOptions,
     Sizes,
-    Wanted,
     gradients_in,
     losses_in_tiles,
-    multiplied,
     tile_rows,
-    wide_dtype,
 )
 from thunder_memsave.ops.kernel_calls import call_kernel
 from thunder_memsave.ops.operation import ROWS_PER_TILE, Derivative, Kernel, Operation
@@ -129,7 +126,8 @@ def _losses(
     num_kept: Tensor | None,
     *settings: Any,
     factors: Tensor | None = None,
-    gradients: Gradients | None = None,
+    wanted: Wanted | None = None,
+    make_gradients: Callable[[], Gradients] | None = None,
 ) -> Tensor:
     *options, rows, is_on_cuda = settings[5:]
     return losses_in_tiles(
@@ -138,7 +136,8 @@ def _losses(
         rows_per_tile=rows,
         is_on_cuda=is_on_cuda,
         factors=factors,
-        gradients=gradients,
+        wanted=wanted,
+        make_gradients=make_gradients,
     )
 
 
@@ -191,13 +190,17 @@ def _loss_and_gradients(wanted: Wanted) -> Callable[..., tuple[Tensor, Tensor]]:
         hidden, weight, _, _, targets, _, *settings = operands
         refuse_unknown(targets, weight.shape[0])
         sizes, reduction = Sizes(*settings[:4]), settings[4]
-        flat = hidden.new_empty(sizes.num_elements(wanted))
+        made: list[Tensor] = []
+
+        def make() -> Gradients:
+            made.append(hidden.new_empty(sizes.num_elements(wanted)))
+            return gradients_in(made[0], sizes, wanted)
+
         factor = torch.ones((), dtype=wide_dtype(hidden.dtype), device=hidden.device)
         if reduction == "mean":
             factor = factor / num_kept_of(targets, factor.dtype)
-        gradients = gradients_in(flat, sizes, wanted)
-        losses = _losses(*operands, factors=factor, gradients=gradients)
-        return reduced(losses, targets, reduction), flat
+        losses = _losses(*operands, factors=factor, wanted=wanted, make_gradients=make)
+        return reduced(losses, targets, reduction), made[0]
 
     return run
 
@@ -226,10 +229,15 @@ def _gradients_of_rows(wanted: Wanted) -> Derivative:
         return [s for s in Sizes(*settings[:4]).shapes(wanted) if s is not None]
 
     def run(grad: Tensor, *operands: Any) -> Any:
-        made = iter([operands[0].new_empty(shape) for shape in shapes(operands[6:])])
-        gradients = Gradients(*(next(made) if w else None for w in wanted))
-        _losses(*operands, factors=grad, gradients=gradients)
-        return one_or_all([g for g in gradients if g is not None])
+        made: list[Tensor] = []
+
+        def make() -> Gradients:
+            made.extend(operands[0].new_empty(shape) for shape in shapes(operands[6:]))
+            remaining = iter(made)
+            return Gradients(*(next(remaining) if w else None for w in wanted))
+
+        _losses(*operands, factors=grad, wanted=wanted, make_gradients=make)
+        return one_or_all(made)
 
     def meta(grad: TensorProxy, hidden: TensorProxy, *others: Any) -> Any:
         return one_or_all([TensorProxy(like=hidden, shape=s) for s in shapes(others[5:])])

@@ -25,6 +25,7 @@ from thunder_memsave.ops.families.linear_cross_entropy import (
     reduced,
     refuse_unknown,
 )
+from thunder_memsave.ops.families.loss_sums import Wanted
 from thunder_memsave.ops.families.tiled_fp8_loss import (
     BLOCK,
     Fp8Head,
@@ -35,7 +36,7 @@ from thunder_memsave.ops.families.tiled_fp8_loss import (
     Scaling,
     fp8_losses_in_tiles,
 )
-from thunder_memsave.ops.families.tiled_loss import LossOptions, Wanted, tile_rows
+from thunder_memsave.ops.families.tiled_loss import LossOptions, tile_rows
 from thunder_memsave.ops.operation import ROWS_PER_TILE, Derivative, Kernel, Operation
 
 

@@ -19,16 +19,13 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from thunder_memsave.ops.families.loss_sums import Gradients, Wanted, parts_of, wide_dtype
 from thunder_memsave.ops.families.tiled_loss import (
-    Gradients,
     LossOptions,
     Tile,
-    Wanted,
     kept_places,
     num_computed,
-    parts_of,
     tiles_of,
-    wide_dtype,
 )
 
 BLOCK = 128

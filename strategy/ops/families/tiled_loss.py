@@ -7,33 +7,22 @@ pass: each tile has its logits once. All after the products is computed in float
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
 
-from thunder_memsave.aten.record import once_through_memory, turns_of
+from thunder_memsave.aten.record import turns_of
+from thunder_memsave.ops.families.loss_sums import Gradients, Sums, Wanted, WideSums, wide_dtype
 
 IGNORED = -100
 """The target of tokens that have no loss."""
 TILE_BYTES = 192 * 2**20
 """Bytes that the logits of a tile may take, with their copies; more beside the sum of a large weight's gradients."""
-_PRODUCT_BYTES = 32 * 2**20
-"""Bytes that a part of the weight's gradient of one tile may take, before it is added up in float32."""
-
-
-class Wanted(NamedTuple):
-    """The operands that get a gradient."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-    adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +36,6 @@ class LossOptions:
     """Logits are `soft_cap * tanh(logits / soft_cap)`."""
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
-
-
-class Gradients(NamedTuple):
-    """Tensors for the gradients of the operands; None: not wanted."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    adapter: Tensor | None = None
 
 
 class Head(NamedTuple):
@@ -138,11 +118,6 @@ def tile_rows(
     return max(1, -(-num_tokens // num_tiles))
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that losses are computed in."""
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def losses_in_tiles(
     hidden: Tensor,
     head: Head,
@@ -153,7 +128,8 @@ def losses_in_tiles(
     rows_per_tile: int,
     is_on_cuda: bool = False,
     factors: Tensor | None = None,
-    gradients: Gradients | None = None,
+    wanted: Wanted | None = None,
+    make_gradients: Callable[[], Gradients] | None = None,
 ) -> Tensor:
     """Return the loss of each token, 0 where it is ignored.
 
@@ -167,15 +143,20 @@ def losses_in_tiles(
         rows_per_tile: Tokens whose logits exist at a time.
         is_on_cuda: Whether this is, or is planned to be, on CUDA.
         factors: What each token's loss is multiplied by before it is differentiated, as a number or (tokens,).
-        gradients: Are written, if given.
+        wanted: The operands that get a gradient; None: none does.
+        make_gradients: Makes the tensors that are written: before the tiles, or after the last, beside none, where the
+            sums of a wide dtype are rounded to them.
     """
     wide = wide_dtype(hidden.dtype)
     losses = torch.zeros(targets.shape, dtype=wide, device=hidden.device)
     places = kept_places(targets, num_kept)
     sums = None
-    if gradients is not None:
-        is_one = num_computed(targets, places) <= rows_per_tile
-        sums = _Sums(gradients, wide, is_one=is_one, is_on_cuda=is_on_cuda)
+    if wanted is not None and make_gradients is not None:
+        is_rounded = hidden.dtype is not wide and any(wanted[1:])
+        if num_computed(targets, places) <= rows_per_tile:  # one tile: nothing is added up
+            is_rounded = False
+        make = WideSums if is_rounded else Sums
+        sums = make(hidden, head, wanted, make_gradients, is_on_cuda=is_on_cuda)
     for rows in tiles_of(targets, places, rows_per_tile):
         of_rows = hidden[rows]
         tile = Tile(head.logits(of_rows), targets[rows], options)
@@ -286,106 +267,3 @@ class Tile:
             return None
         of_target, exact = self.values.gather(1, self.targets).double(), factors.double()
         return of_target.mul_(exact).sub_(exact).to(self.values.dtype)
-
-
-class _Sums:
-    """Adds up the gradients of all tiles: in a wide dtype, and in place where that is their own."""
-
-    def __init__(
-        self, gradients: Gradients, wide: torch.dtype, *, is_one: bool, is_on_cuda: bool
-    ) -> None:
-        """`is_one`: there is one tile at most, so that nothing is added up."""
-        self.of, self._is_on_cuda = gradients, is_on_cuda
-        if gradients.hidden is not None:
-            gradients.hidden.zero_()
-        wide_sum = None if is_one else wide
-        self.weight, self.bias, self.adapter = (_sum_of(g, wide_sum) for g in gradients[1:])
-
-    def add(
-        self, tile: Tile, hidden: Tensor, head: Head, rows: Tensor | slice, factors: Tensor
-    ) -> None:
-        """Add the gradients of a tile of these hidden states."""
-        of_logits = tile.of_logits(factors)
-        if self.bias is not None:
-            self.bias.add_(tile.values.sum(0))
-        del tile.values
-        weight, _, adapter = head
-        width = weight.shape[1]
-        if self.of.hidden is not None:
-            self.of.hidden[rows, :width] = of_logits @ weight
-            if adapter is not None:
-                self.of.hidden[rows, width:] = of_logits @ adapter
-        if self.weight is not None:
-            self._add_product(self.weight, of_logits.T, hidden[:, :width])
-        if self.adapter is not None:
-            self._add_product(self.adapter, of_logits.T, hidden[:, width:])
-
-    def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add `left @ right`; where the total is wider, without a whole product beside it."""
-        if total.dtype is right.dtype:
-            # Its FLOPs are counted, those of `addmm_` not.
-            torch.addmm(total, left, right, out=total)
-        elif self._is_on_cuda:
-            with once_through_memory(total, total, left, right):
-                add_wide_product(total, left, right)
-        else:
-            for rows in parts_of(total):
-                total[rows].add_(left[rows] @ right)
-
-    def finish(self) -> None:
-        """Round the sums to the dtype of the gradients."""
-        totals = (self.weight, self.bias, self.adapter)
-        for result, total in zip(self.of[1:], totals, strict=True):
-            if result is not None and total is not None and total is not result:
-                result.copy_(total)
-
-
-def _sum_of(result: Tensor | None, wide: torch.dtype | None) -> Tensor | None:
-    """Return zeros to add to: the result itself, where its dtype is wide or need not be."""
-    if result is None:
-        return None
-    is_enough = wide is None or result.dtype is wide
-    return result.zero_() if is_enough else torch.zeros_like(result, dtype=wide)
-
-
-@torch.library.custom_op("thunder_memsave::add_wide_product", mutates_args=("total",))
-def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` on CUDA, where cuBLAS adds it up in the total's dtype and makes nothing beside.
-
-    Args:
-        total: float32 (m, n).
-        left: bfloat16 or float16 (m, k).
-        right: Of the same dtype, (k, n).
-    """
-    torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-
-
-@add_wide_product.register_fake
-def _(total: Tensor, left: Tensor, right: Tensor) -> None:
-    return None
-
-
-@register_flop_formula(torch.ops.thunder_memsave.add_wide_product)
-def _flops_of_product(
-    total: Sequence[int], left: Sequence[int], right: Sequence[int], out_shape: Any = None
-) -> int:
-    return 2 * left[0] * left[1] * right[1]
-
-
-def multiplied(value: Tensor, factor: Tensor) -> Tensor:
-    """Return `value * factor` in its dtype, by parts of its rows where the factor has a wider one."""
-    result = torch.empty_like(value, memory_format=torch.contiguous_format)
-    factor = factor.reshape(-1, *[1] * (value.ndim - 1))
-    if value.dtype is factor.dtype:
-        return torch.mul(value, factor, out=result)
-    for rows in parts_of(value):
-        of_rows = factor[rows] if factor.shape[0] == value.shape[0] else factor
-        result[rows] = value[rows].to(factor.dtype).mul_(of_rows)
-    return result
-
-
-def parts_of(value: Tensor) -> Iterator[slice]:
-    """Yield rows of which a copy in float32 has `_PRODUCT_BYTES` at most."""
-    step = max(1, _PRODUCT_BYTES // (4 * value[0].numel() or 1)) if value.shape[0] else 1
-    for start in turns_of(range(0, value.shape[0], step), value):
-        yield slice(start, start + step)

@@ -18,14 +18,13 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.ops.families import linear_cross_entropy as operation
-from thunder_memsave.ops.families import tiled_loss
+from thunder_memsave.ops.families import loss_sums
+from thunder_memsave.ops.families.loss_sums import Gradients, Wanted
 from thunder_memsave.ops.families.tiled_loss import (
     IGNORED,
     TILE_BYTES,
-    Gradients,
     Head,
     LossOptions,
-    Wanted,
     losses_in_tiles,
     tile_rows,
 )
@@ -149,7 +148,7 @@ def test_on_cuda_sums_are_added_up_within_products(
     def add(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(left.float() @ right.float())
 
-    monkeypatch.setattr(tiled_loss, "add_wide_product", add)
+    monkeypatch.setattr(loss_sums, "add_wide_product", add)
     tensors, targets = operands(torch.bfloat16, 0.3)
     _, found, grad = in_tiles(tensors, targets, reduction, PLAIN, 5, is_on_cuda=True)
     exact_tensors = [t.detach().double().requires_grad_() for t in tensors]
@@ -166,7 +165,7 @@ def test_on_cuda_no_product_is_made_beside_the_sum() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             tensors, targets = operands(torch.bfloat16, 0.0)
             of_weight = torch.empty_like(tensors[1])
-            gradients = Gradients(None, of_weight, None)
+            wanted = Wanted(hidden=False, weight=True, bias=False)
             head = Head(tensors[1], None)
             with torch.no_grad(), AtenRecord((*tensors, targets, of_weight)) as record:
                 losses_in_tiles(
@@ -174,7 +173,8 @@ def test_on_cuda_no_product_is_made_beside_the_sum() -> None:
                     rows_per_tile=5,
                     is_on_cuda=is_on_cuda,
                     factors=torch.ones(()),
-                    gradients=gradients,
+                    wanted=wanted,
+                    make_gradients=lambda: Gradients(None, torch.empty_like(of_weight), None),  # noqa: B023
                 )
         peak_bytes[is_on_cuda], flops[is_on_cuda] = record.peak_bytes, record.flops
     assert flops[True] == flops[False] > 0

@@ -31,7 +31,7 @@ from thunder_memsave.ops.in_place import (
     SUMS_OF_PARTS,
     WRITES_OF_PARTS,
 )
-from thunder_memsave.passes.symbols import is_tensor, with_others
+from thunder_memsave.passes.symbols import is_tensor, makes_copy, with_others
 
 _SUM = "aten_add_Tensor"
 _NUM_SIZES = 1
@@ -61,7 +61,7 @@ class _Results:
         """Where it is read for the last time; infinite where others than PyTorch's operators read it."""
         self._num_reads = Counter(p.name for b in symbols for p in b.flat_proxy_args)
         for index, bsym in enumerate(symbols):
-            last = inf if operator_of(bsym) is None else index
+            last = index if _runs_at_once(bsym) else inf
             for p in bsym.flat_proxy_args:
                 self._last_read[p.name] = max(last, self._last_read.get(p.name, -1))
         self._sums = {i: found for i, b in enumerate(symbols) if (found := self._part_of_sum(b))}
@@ -145,7 +145,7 @@ class _Results:
     def _remember(self, bsym: BoundSymbol) -> None:
         """Note whose memory the results of a symbol may have."""
         results = [p.name for p in bsym.flat_proxy_outs if is_tensor(p)]
-        if makes_new_memory(bsym) or bsym.sym in BATCH_NORMS.values():
+        if makes_new_memory(bsym) or makes_copy(bsym) or bsym.sym in BATCH_NORMS.values():
             self._sharing.update({name: [name] for name in results})
             self._whole.update(results)
             return
@@ -155,6 +155,10 @@ class _Results:
         new = [*results, *(n for group in others for n in group)]
         largest += new
         self._sharing.update(dict.fromkeys(new, largest))
+
+
+def _runs_at_once(bsym: BoundSymbol) -> bool:
+    return operator_of(bsym) is not None or makes_copy(bsym)
 
 
 def _facts(proxy: TensorProxy) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from passes.contract import check, check_identity
 from thunder.core import prims
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.dev_utils.check_trace import check_trace
@@ -17,12 +18,11 @@ from torch.nn import functional as F
 from harness.memory import joint_traces
 from harness.parity import Twins
 from harness.recompute import joint_trace, run_joint
-from passes.contract import check, check_identity
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import CompileError
-from thunder_memsave.passes.overwritten import keep_overwritten
+from thunder_memsave.passes.in_place.overwritten import keep_overwritten
 from thunder_memsave.passes.symbols import written_in_place
 from thunder_memsave.planner.devices import device
 

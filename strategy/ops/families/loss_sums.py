@@ -1,0 +1,164 @@
+"""Adds up the gradients of a loss in tiles: of hidden states where they are returned, of the head in a wide dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+from typing_extensions import override
+
+from thunder_memsave.aten.record import once_through_memory, turns_of
+
+if TYPE_CHECKING:
+    from thunder_memsave.ops.families.tiled_loss import Head, Tile
+
+_PRODUCT_BYTES = 32 * 2**20
+"""Bytes that a part of the weight's gradient of one tile may take, before it is added up in float32."""
+
+
+class Wanted(NamedTuple):
+    """The operands that get a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    adapter: bool = False
+
+
+class Gradients(NamedTuple):
+    """Tensors for the gradients of the operands; None: not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    adapter: Tensor | None = None
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that losses are computed in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+class Sums:
+    """Adds up the gradients of all tiles where they are returned."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        head: Head,
+        wanted: Wanted,
+        make: Callable[[], Gradients],
+        *,
+        is_on_cuda: bool,
+    ) -> None:
+        """Make zeros for the operands that are wanted."""
+        self._make, self._is_on_cuda = make, is_on_cuda
+        self.of = self._zeros(hidden, head, wanted)
+
+    def _zeros(self, hidden: Tensor, head: Head, wanted: Wanted) -> Gradients:
+        made = self._make()
+        for gradient in made:
+            if gradient is not None:
+                gradient.zero_()
+        return made
+
+    def add(
+        self, tile: Tile, hidden: Tensor, head: Head, rows: Tensor | slice, factors: Tensor
+    ) -> None:
+        """Add the gradients of a tile of these hidden states."""
+        of_logits = tile.of_logits(factors)
+        if self.of.bias is not None:
+            self.of.bias.add_(tile.values.sum(0))
+        del tile.values
+        weight, _, adapter = head
+        width = weight.shape[1]
+        if self.of.hidden is not None:
+            self.of.hidden[rows, :width] = of_logits @ weight
+            if adapter is not None:
+                self.of.hidden[rows, width:] = of_logits @ adapter
+        if self.of.weight is not None:
+            self._add_product(self.of.weight, of_logits.T, hidden[:, :width])
+        if self.of.adapter is not None:
+            self._add_product(self.of.adapter, of_logits.T, hidden[:, width:])
+
+    def _add_product(self, total: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add `left @ right`; where the total is wider, without a whole product beside it."""
+        if total.dtype is right.dtype:
+            # Its FLOPs are counted, those of `addmm_` not.
+            torch.addmm(total, left, right, out=total)
+        elif self._is_on_cuda:
+            with once_through_memory(total, total, left, right):
+                add_wide_product(total, left, right)
+        else:
+            for rows in parts_of(total):
+                total[rows].add_(left[rows] @ right)
+
+    def finish(self) -> None:
+        """Leave the sums in what is returned: they are there."""
+
+
+class WideSums(Sums):
+    """Adds up the gradients of the head in a wide dtype, and rounds them to what is returned, which is made then."""
+
+    @override
+    def _zeros(self, hidden: Tensor, head: Head, wanted: Wanted) -> Gradients:
+        wide = wide_dtype(hidden.dtype)
+        dtypes = (hidden.dtype, wide, wide, wide)
+        return Gradients(
+            *(
+                like.new_zeros(like.shape, dtype=dtype) if w and like is not None else None
+                for like, dtype, w in zip((hidden, *head), dtypes, wanted, strict=True)
+            )
+        )
+
+    @override
+    def finish(self) -> None:
+        for result, total in zip(self._make(), self.of, strict=True):
+            if result is not None and total is not None:
+                result.copy_(total)
+
+
+@torch.library.custom_op("thunder_memsave::add_wide_product", mutates_args=("total",))
+def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` on CUDA, where cuBLAS adds it up in the total's dtype and makes nothing beside.
+
+    Args:
+        total: float32 (m, n).
+        left: bfloat16 or float16 (m, k).
+        right: Of the same dtype, (k, n).
+    """
+    torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+@add_wide_product.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    return None
+
+
+@register_flop_formula(torch.ops.thunder_memsave.add_wide_product)
+def _flops_of_product(
+    total: Sequence[int], left: Sequence[int], right: Sequence[int], out_shape: Any = None
+) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+def multiplied(value: Tensor, factor: Tensor) -> Tensor:
+    """Return `value * factor` in its dtype, by parts of its rows where the factor has a wider one."""
+    result = torch.empty_like(value, memory_format=torch.contiguous_format)
+    factor = factor.reshape(-1, *[1] * (value.ndim - 1))
+    if value.dtype is factor.dtype:
+        return torch.mul(value, factor, out=result)
+    for rows in parts_of(value):
+        of_rows = factor[rows] if factor.shape[0] == value.shape[0] else factor
+        result[rows] = value[rows].to(factor.dtype).mul_(of_rows)
+    return result
+
+
+def parts_of(value: Tensor) -> Iterator[slice]:
+    """Yield rows of which a copy in float32 has `_PRODUCT_BYTES` at most."""
+    step = max(1, _PRODUCT_BYTES // (4 * value[0].numel() or 1)) if value.shape[0] else 1
+    for start in turns_of(range(0, value.shape[0], step), value):
+        yield slice(start, start + step)
