@@ -170,7 +170,7 @@ def llama_step(budget_bytes: int, offload: str) -> tuple[list[torch.Tensor], Any
         memory["host_budget"] = 2**28
     fabric = make_fabric(sharding="none", memory=memory)
     torch.manual_seed(0)
-    net = models.llama(2)
+    net = models.llama(1)
     model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     ids = models.token_batch(4, 32, seed=0)
     fabric.backward(model(input_ids=ids, labels=ids).loss)

@@ -186,17 +186,17 @@ def elsewhere() -> Iterator[None]:
 def test_as_few_layers_as_it_takes_go_to_the_host_where_nothing_else_fits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    here = Run({}, num_layers=6).steps(2)
-    least = Run({"policy": "recompute_all"}, num_layers=6).steps(1).peak_bytes
+    here = Run({}, num_layers=4).steps(2)
+    least = Run({"policy": "recompute_all"}, num_layers=4).steps(1).peak_bytes
     layer = sum(p.nbytes for p in here.net.model.layers[0].parameters())
-    budget = least - 2 * layer
+    budget = least - layer
     caplog.set_level(logging.INFO)
     with elsewhere(), hostile_copies():
-        found = Run({"budget": budget, "host_budget": 2**28}, num_layers=6).steps(2)
+        found = Run({"budget": budget, "host_budget": 2**28}, num_layers=4).steps(2)
         assert found.same_as(here)
     assert found.peak_bytes <= budget
     num_layers = len({name.split(".")[2] for name in found.on_host})
-    assert 2 <= num_layers <= 5
+    assert 1 <= num_layers <= 3
     assert "nothing fits with all frozen weights on the device" in caplog.text
 
 

@@ -310,7 +310,7 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_classes", "is_trained"), [(2048, 128_256, False), (600, 90_000, True)]
+    ("num_tokens", "num_classes", "is_trained"), [(1024, 128_256, False), (600, 90_000, True)]
 )
 def test_its_bytes_are_those_that_are_predicted(
     num_tokens: int, num_classes: int, is_trained: bool
