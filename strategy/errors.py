@@ -89,6 +89,8 @@ class PlanError(ThunderMemsaveError, RuntimeError):
 class HostMemoryError(ThunderMemsaveError, RuntimeError):
     """The host has no room for what a plan offloads to it."""
 
+    code = DOES_NOT_FIT
+
 
 class ExportError(ThunderMemsaveError, RuntimeError):
     """The exported files differ from the trained model."""

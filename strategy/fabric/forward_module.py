@@ -15,6 +15,7 @@ from thunder_memsave.compiler.pieces.piecewise_module import STEPS, PiecewiseMod
 from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.fabric.forward_methods import take_redirection
 from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction
+from thunder_memsave.ops.host_copies.weights import keep_on_host, place_of
 from thunder_memsave.sharding.rank_zero_values import batch_norms, take_rank_zero_statistics
 
 _EAGER = (
@@ -48,6 +49,8 @@ class ForwardModule(PiecewiseModule):
         module = copy.deepcopy(self.module, memo)
         for p, original in zip(module.parameters(), self.module.parameters(), strict=True):
             vars(p)["unsharded_shape"] = vars(original)["unsharded_shape"]
+            if (place := place_of(original)) is not None:
+                keep_on_host(p, place)
         planner = None if self.planner is None else self.planner.for_copy()
         fp8 = None if self.fp8 is None else self.fp8.for_copy(module)
         copied = ForwardModule(

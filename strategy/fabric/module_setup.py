@@ -24,7 +24,7 @@ from thunder_memsave.fp8.compute.backends import choose_backend
 from thunder_memsave.fp8.compute.linears import Fp8Linears, frozen_in_fp8, set_up_fp8
 from thunder_memsave.fp8.compute.operators import Backend
 from thunder_memsave.materialize.fill import materialize
-from thunder_memsave.materialize.host_weights import mark_for_host, move, put_on_host
+from thunder_memsave.materialize.host_weights import mark_all, move, named_for_host, put_on_host
 from thunder_memsave.measure.devices import device_at, total_bytes
 from thunder_memsave.measure.host_memory import free_host_bytes
 from thunder_memsave.measure.op_times import MeasuredTimes
@@ -152,10 +152,11 @@ class ModuleSetup:
     def _on_host(self, module: nn.Module) -> bool:
         """Choose the frozen weights that stay on the host; tell whether there are any."""
         num_ranks = 1 if self.data_parallel is None else dist.get_world_size()
-        marked = mark_for_host(module, self.config, self.device, num_ranks=num_ranks)
-        nbytes = sum(p.nbytes for p in marked)
+        chosen = named_for_host(module, self.config, num_ranks=num_ranks)
+        nbytes = sum(p.nbytes for p in chosen)
         check_weights_fit(self.config.memory, nbytes, free_bytes=self._free_host_bytes)
-        return bool(marked)
+        mark_all(module, chosen, self.device)
+        return bool(chosen)
 
     def _linears(self, module: nn.Module, fp8: Fp8Config, backend: Backend) -> Fp8Linears:
         set_up = partial(set_up_fp8, module, fp8, backend=backend)

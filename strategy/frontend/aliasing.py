@@ -13,6 +13,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from thunder_memsave.errors import CompileError
 from thunder_memsave.frontend.capture import GraphInput
 from thunder_memsave.frontend.fx_nodes import example_values, value_needs_grad, where
+from thunder_memsave.ops.host_copies.weights import place_of
 
 _IN_PLACE_OPERATORS = frozenset(
     {
@@ -146,9 +147,11 @@ def refuse_changed_weights(graph: fx.GraphModule, weights: Mapping[fx.Node, Grap
         weight = None if operand is None else by_storage.get(storage(operand))
         if weight is not None:
             why = (
-                "compiled code would compute no gradient for it"
+                "the host keeps it (memory.offload_weights), so the change would be lost"
+                if place_of(weight.tensor) is not None
+                else "compiled code would compute no gradient for it"
                 if weight.is_whole
-                else ("each rank holds only its rows, so the change would be lost")
+                else "each rank holds only its rows, so the change would be lost"
             )
             raise CompileError(
                 f"The forward changes the parameter {weight.name!r} in place (at {where(node)}), and {why}. Make it a "

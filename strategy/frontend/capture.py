@@ -31,7 +31,7 @@ from thunder_memsave.compat.timed_guards import not_timed
 from thunder_memsave.errors import CaptureError, user_frame
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.returned_weights import returned_from_graph
-from thunder_memsave.ops.host_copies.weights import place_of
+from thunder_memsave.ops.host_copies.weights import place_of, take_back
 from thunder_memsave.sharding.rows import whole_shape
 from thunder_memsave.sharding.sharded_parameter import is_sharded, stored_weight
 
@@ -124,6 +124,7 @@ class Capture:
             and p.requires_grad is slot.requires_grad
             and p.dtype is slot.dtype
             and p.device == slot.device
+            and place_of(p) == slot.place
             for p, slot in zip(now, self._sharded, strict=True)
         )
 
@@ -140,6 +141,8 @@ class _ShardedSlot:
     dtype: torch.dtype
     device: torch.device
     is_sharded: bool
+    place: torch.device | None
+    """Where it is copied to from the host."""
 
 
 def capture(
@@ -168,6 +171,9 @@ def capture(
     """
     wrapped_parameters.apply_if_imported()
     dora_weights.apply_if_imported()
+    for p in module.parameters():
+        if p.requires_grad and place_of(p) is not None:  # no longer frozen
+            take_back(p)
     grad_enabled = torch.is_grad_enabled()
     with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
         output = _graph_of(module, call, originals)
@@ -211,7 +217,7 @@ def _sharded_slots(module: nn.Module, *, used: Collection[int]) -> tuple[_Sharde
         for name, p in owner._parameters.items():
             if p is not None and _has_stand_in(p) and id(p) in used:
                 same_as = first.setdefault(id(p), len(slots))
-                state = (p.requires_grad, p.dtype, p.device, is_sharded(p))
+                state = (p.requires_grad, p.dtype, p.device, is_sharded(p), place_of(p))
                 slots.append(_ShardedSlot(owner._parameters, name, same_as, *state))
     return tuple(slots)
 
@@ -265,6 +271,13 @@ def _refuse_rows(flat: Sequence[Tensor], call: Call) -> None:
                 f"{call.name} reads the sharded parameter {name!r} from elsewhere than a module's parameters, "
                 "such as a list, an argument or another model, and would get only this rank's rows. Read it as an "
                 "attribute of the module that holds it, or use nn.ParameterList."
+            )
+        if place_of(tensor) is not None:
+            raise CaptureError(
+                f"{call.name} reads a weight that memory.offload_weights keeps on the host, of shape "
+                f"{tuple(tensor.shape)}, from elsewhere than a module's parameters, such as a list. Read it as an "
+                "attribute of the module that holds it, use nn.ParameterList, or leave its module out of "
+                "memory.offload_weights."
             )
 
 

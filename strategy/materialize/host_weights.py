@@ -1,30 +1,34 @@
-"""Chooses the frozen weights that stay on the host, marks them before they have values, and puts them there."""
+"""Chooses the frozen weights that stay on the host, and puts them there; they are marked before they have values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from thunder_memsave.budget.pins import any_matches, check_patterns, with_ancestors
 from thunder_memsave.config import StrategyConfig
-from thunder_memsave.ops.host_copies.weights import keep_on_host, mark, place_of
+from thunder_memsave.ops.host_copies.weights import (
+    keep_on_host,
+    mark,
+    place_of,
+    unmark,
+)
 from thunder_memsave.planner.offload.copies import LEAST_BYTES
 from thunder_memsave.settings.problems import ConfigError
 
 _KEY = "memory.offload_weights"
 
 
-def mark_for_host(
-    module: nn.Module, config: StrategyConfig, place: torch.device, *, num_ranks: int
+def named_for_host(
+    module: nn.Module, config: StrategyConfig, *, num_ranks: int
 ) -> list[nn.Parameter]:
-    """Mark the frozen weights that `memory.offload_weights` names, and return them.
+    """Return the frozen weights that `memory.offload_weights` names.
 
     Args:
         module: The model, wholly or partly on meta.
         config: The strategy's settings.
-        place: The device that computes.
         num_ranks: Number of processes.
 
     Raises:
@@ -46,7 +50,8 @@ def mark_for_host(
             "them out. model.frozen_weights makes weights smaller, and goes with it.",
             key=_KEY,
         )
-    check_patterns("offload_weights", patterns, [name for name, _ in module.named_modules()])
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    check_patterns("offload_weights", patterns, names)
     found = _chosen(module, patterns)
     if not found:
         raise ConfigError(
@@ -54,20 +59,32 @@ def mark_for_host(
             "on the host: train with `lora`, or leave it out.",
             key=_KEY,
         )
-    for p in found:
-        mark(p, place)
     return found
 
 
 def _chosen(module: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
     found: dict[int, nn.Parameter] = {}
-    for name, owner in module.named_modules():
-        if not any_matches(patterns, tuple(with_ancestors(name))):
+    for name, owner in module.named_modules(remove_duplicate=False):
+        if not any_matches(patterns, tuple(with_ancestors(name)) or ("",)):
             continue
         for p in owner._parameters.values():
             if p is not None and not p.requires_grad and p.nbytes >= LEAST_BYTES:
                 found[id(p)] = p
     return list(found.values())
+
+
+def mark_all(module: nn.Module, chosen: Iterable[nn.Parameter], place: torch.device) -> None:
+    """Mark the chosen weights for the host, and no others of a module: a set-up before this one may have failed.
+
+    Args:
+        module: The model.
+        chosen: Its weights that are to stay on the host.
+        place: The device that computes.
+    """
+    for p in module.parameters():
+        unmark(p)
+    for p in chosen:
+        mark(p, place)
 
 
 def put_on_host(module: nn.Module) -> None:

@@ -25,8 +25,9 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 from thunder.executors.torchex import wait_prim_impl
 
+from thunder_memsave.errors import CompileError
 from thunder_memsave.ops.host_copies.weights import fetch_weight
-from thunder_memsave.passes.symbols import renamed
+from thunder_memsave.passes.symbols import renamed, written_in_place
 
 
 def fetch_weights(trace: TraceCtx, names: Collection[str]) -> TraceCtx:
@@ -38,10 +39,19 @@ def fetch_weights(trace: TraceCtx, names: Collection[str]) -> TraceCtx:
 
     Returns:
         A trace that makes a copy of each weight before it is first read; the same one if it reads none.
+
+    Raises:
+        CompileError: forward writes to one.
     """
     weights = {a.name: a for a in trace.args if a.name in names}
     if not weights:
         return trace
+    for bsym in trace.bound_symbols:
+        if (written := written_in_place(bsym)) in weights:
+            raise CompileError(
+                f"The forward changes {written!r} in place, which memory.offload_weights keeps on the host, so the "
+                "change would be lost. Leave its module out of memory.offload_weights."
+            )
     new = from_trace(trace)
     new.names = set(trace.names)
     with tracectx(new):

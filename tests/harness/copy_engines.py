@@ -49,7 +49,8 @@ class ShuffledEngine:
         def copy() -> None:
             if self.bytes_per_s is not None:
                 time.sleep(source.numel() / self.bytes_per_s)
-            target.copy_(source)
+            with torch.inference_mode():  # the thread that waits may be in it
+                target.copy_(source)
             ended.set()
 
         with self._lock:

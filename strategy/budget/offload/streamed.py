@@ -17,6 +17,7 @@ from thunder.core.trace import TraceCtx
 from thunder_memsave.budget.planned_call import Attempt
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.regather import regather_forward
+from thunder_memsave.passes.symbols import written_in_place
 from thunder_memsave.planner.offload.copies import LEAST_BYTES
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?=\.|$)")
@@ -35,10 +36,11 @@ class Layer:
 def layers_of(attempt: Attempt) -> list[Layer]:
     """Return the layers of a call in order, each with the frozen weights that it alone reads."""
     graph = attempt.graph
+    written = {written_in_place(b) for b in attempt.traces.joint.bound_symbols}
     frozen = {
         graph.storage_of[a.name]: a.name
         for a in attempt.traces.joint.args
-        if isinstance(a, TensorProxy) and not a.requires_grad
+        if isinstance(a, TensorProxy) and not a.requires_grad and a.name not in written
         if attempt.arguments.kinds.get(a.name) == "parameter"
         if graph.storages[graph.storage_of[a.name]].nbytes >= LEAST_BYTES
     }
@@ -60,6 +62,10 @@ def layers_of(attempt: Attempt) -> list[Layer]:
 def spread(layers: Sequence[Layer], count: int) -> list[Layer]:
     """Return so many layers, evenly spread; the first ones are left out, whose copies nothing could hide."""
     return [layers[(number + 1) * len(layers) // count - 1] for number in range(count)]
+
+
+def _bytes_of(layers: Sequence[Layer]) -> int:
+    return sum(layer.nbytes for layer in layers)
 
 
 def streamed(attempt: Attempt, layers: Sequence[Layer]) -> Attempt:
@@ -95,7 +101,10 @@ def streaming(
     if not layers:
         return
     layer_bytes = max(layer.nbytes for layer in layers)
-    most = min(len(layers), host_bytes // layer_bytes)
+    most = max(
+        (n for n in range(1, len(layers) + 1) if _bytes_of(spread(layers, n)) <= host_bytes),
+        default=0,
+    )
     lacking = about_bytes(first) - budget_bytes
     is_estimate = True
 

@@ -27,6 +27,7 @@ from thunder_memsave.budget.planned_call import Attempt, PlannedCall
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.measure.step_meter import step_meter
+from thunder_memsave.ops.host_copies.weights import is_always_here, place_of
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.sharding.sharded_parameter import as_rows
 
@@ -56,7 +57,9 @@ class PiecesBudget:
         """
         self._module, self._budget_bytes, self._beside = module, budget_bytes, beside
         self._data_parallel = data_parallel
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._device = next(
+            (place_of(p) or p.device for p in module.parameters()), torch.device("cpu")
+        )
         self._steps: list[MeasuredStep] = []
         """Measured ones; each calls other pieces."""
         self._least: dict[int, CallBytes] = {}
@@ -333,8 +336,9 @@ class PiecesBudget:
         return sum(_storages(gradients, self._device).values())
 
     def _module_bytes(self) -> int:
-        """Return the bytes of parameters, buffers and the batch."""
-        tensors = (*self._module.parameters(), *self._module.buffers())
+        """Return the bytes of parameters, buffers and the batch on the device."""
+        parameters = filter(is_always_here, self._module.parameters())
+        tensors = (*parameters, *self._module.buffers())
         return sum({**_storages(tensors, self._device), **self._batch}.values())
 
 

@@ -42,17 +42,17 @@ class OnlyEagerError(ThunderMemsaveError, RuntimeError):
 
 
 @contextmanager
-def redirected(runs: Mapping[nn.Module, Run], *, shared: bool) -> Iterator[None]:
+def redirected(runs: Mapping[nn.Module, Run], *, apart: str) -> Iterator[None]:
     """Run `runs` in the place of the `forward` of modules.
 
     While one of them runs, all modules have their own again: what it captures must not see the functions.
 
     Args:
         runs: By module.
-        shared: Whether ranks share the parameters, so that a module's own `forward` has not all of them.
+        apart: Why a module's own `forward` has not all of its parameters, as ranks share them; empty if it has.
 
     Raises:
-        CaptureError: a reentrant checkpoint is around a module whose parameters are shared; from the call of that.
+        CaptureError: a reentrant checkpoint is around a module that has not all of its parameters; from its call.
         OnlyEagerError: a transform is; likewise.
     """
     own = {module: vars(module).get(FORWARD) for module in runs}
@@ -69,7 +69,7 @@ def redirected(runs: Mapping[nn.Module, Run], *, shared: bool) -> Iterator[None]
                 vars(module)[FORWARD] = before
 
     stands = {
-        module: _Stand(module, own[module], run, redirect, restore, shared)
+        module: _Stand(module, own[module], run, redirect, restore, apart)
         for module, run in runs.items()
     }
     redirect()
@@ -89,19 +89,19 @@ class _Stand:
     run: Run
     redirect: Callable[[], None]
     restore: Callable[[], None]
-    shared: bool
+    apart: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._eager(*args, **kwargs)
         if _in_transform():
-            if self.shared:
+            if self.apart:
                 raise OnlyEagerError(
                     f"{self._name} is called under a transform of torch.func, which sees no compiled code."
                 )
             return self._eager(*args, **kwargs)
         if _in_reentrant_checkpoint():
-            if not self.shared:
+            if not self.apart:
                 return self._eager(*args, **kwargs)
             self._refuse_reentrant()
         self.restore()
@@ -131,8 +131,8 @@ class _Stand:
             raise CaptureError(
                 f"torch.utils.checkpoint(use_reentrant=True) is around {self._name} "
                 f"(at {user_frame(traceback.extract_stack())}) in code that cannot be captured as one graph, and "
-                "ranks share its parameters. Pass use_reentrant=False, which PyTorch recommends; or leave the "
-                "checkpoint out, or move what cannot be captured out of the compiled method."
+                f"{self.apart}. Pass use_reentrant=False, which PyTorch recommends; or leave the checkpoint out, or "
+                "move what cannot be captured out of the compiled method."
             )
 
 

@@ -25,11 +25,13 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.nn.utils.stateless import _reparametrize_module
 
 from thunder_memsave.compiler.pieces.first_state import FirstState
+from thunder_memsave.compiler.pieces.from_host import copied_from_host
 from thunder_memsave.compiler.pieces.recomputed import recomputed_within
 from thunder_memsave.compiler.pieces.redirected import FORWARD, OnlyEagerError, Run, redirected
 from thunder_memsave.distributed.agreement import numbers_of_all
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import CaptureError, DoubleBackwardError
+from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.sharding.eager_parameter import is_written, whole_for_eager
 from thunder_memsave.sharding.row_errors import ShardedParameterError
 from thunder_memsave.sharding.same_on_all_ranks import RankMismatchError
@@ -107,9 +109,17 @@ class Pieces:
     @contextmanager
     def _surroundings(self) -> Iterator[None]:
         """Let eager code read whole weights, and call compiled submodules."""
-        shared = self._data_parallel is not None
-        with _ONE_THREAD, self._gathered(), redirected(self._runs, shared=shared):
+        read = copied_from_host(self._module, self._eager)
+        with _ONE_THREAD, self._gathered(), read, redirected(self._runs, apart=self._apart):
             yield
+
+    @property
+    def _apart(self) -> str:
+        """Why a submodule that is compiled cannot be called as it is; empty if it can."""
+        if self._data_parallel is not None:
+            return "ranks share its parameters"
+        is_on_host = any(place_of(p) is not None for p in self._module.parameters())
+        return "weights are on the host (memory.offload_weights)" if is_on_host else ""
 
     def _agreed(self, number: int, run: Run) -> Run:
         def runs(*args: Any, **kwargs: Any) -> Any:

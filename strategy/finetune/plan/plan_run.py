@@ -47,7 +47,7 @@ from thunder_memsave.finetune.training.caller_memory import caller_memory
 from thunder_memsave.finetune.training.optimizer import make_optimizer
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.calls import Call
-from thunder_memsave.materialize.host_weights import mark_for_host
+from thunder_memsave.materialize.host_weights import mark_all, named_for_host
 from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
 from thunder_memsave.measure.step_memory import step_memory
 from thunder_memsave.ops.accumulation import (
@@ -147,7 +147,8 @@ def plan_run(
     objective = objective_of(config)
     model = _described(config, strategy)
     loading = None if device.name == "cpu" else host_loading(model, config, num_ranks)
-    marked = mark_for_host(model, strategy, torch.device("cpu"), num_ranks=num_ranks)
+    marked = named_for_host(model, strategy, num_ranks=num_ranks)
+    mark_all(model, marked, torch.device("cpu"))
     few = FewLayers.left_of(model) if has_few_layers and not marked else None
     if few is not None:
         device = few.host_of(device)

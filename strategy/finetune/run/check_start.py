@@ -12,6 +12,7 @@ from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.run_file.launch import world_size
 from thunder_memsave.finetune.run_file.reading.problems import Problems
 from thunder_memsave.fp8.recipe import refuse_own_scales
+from thunder_memsave.materialize.host_weights import named_for_host
 from thunder_memsave.measure.devices import total_bytes
 
 
@@ -34,12 +35,17 @@ def check_strategy(config: RunConfig, problems: Problems) -> None:
     )
 
 
-def check_pinned_modules(config: RunConfig, model: nn.Module | None, problems: Problems) -> None:
-    """Check that every module that the run file pins exists in the model, if there is one."""
+def check_named_modules(config: RunConfig, model: nn.Module | None, problems: Problems) -> None:
+    """Check that `memory` names modules of the model, if there is one, and for the host those that may be there."""
     if model is None:
         return
     names = [name for name, _ in model.named_modules()]
     problems.check(lambda: check_pins(config.memory, names), reads=("memory",), about="memory")
+    problems.check(
+        lambda: named_for_host(model, config.of_strategy, num_ranks=world_size(config)),
+        reads=("strategy", "memory", "fp8", "model.frozen_weights", "devices", "lora"),
+        about="memory.offload_weights",
+    )
 
 
 def _device() -> torch.device:

@@ -34,7 +34,7 @@ from thunder_memsave.finetune.run.callbacks import (
     check_logger_package,
 )
 from thunder_memsave.finetune.run.check_references import check_references
-from thunder_memsave.finetune.run.check_start import check_pinned_modules, check_strategy
+from thunder_memsave.finetune.run.check_start import check_named_modules, check_strategy
 from thunder_memsave.finetune.run.fp8_shown import bytes_shown, fp8_shown
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.classes.class_kinds import DATASET
@@ -142,7 +142,7 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
         _check_resumed(resume_from, identity, config, problems)
     _check_callbacks(config, data, problems)
     model = _model(config, tokenizer, problems)
-    check_pinned_modules(config, model, problems)
+    check_named_modules(config, model, problems)
     fp8, in_bytes = _fp8(config, model, problems), _in_bytes(config, model, problems)
     problems.raise_all()
     assert sizes is not None

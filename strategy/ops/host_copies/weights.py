@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from thunder_memsave.ops.host_copies.engine import begin, host_of, wait
 from thunder_memsave.planner.graph import FETCH
 
-_PLACE, _ADDRESS = "fetched_to", "address_on_host"
+_PLACE, _ADDRESS, _COPY = "fetched_to", "address_on_host", "copied_from_host"
 
 _executor = OperatorExecutor("thunder_memsave_host_weights", version="0")
 register_executor(_executor)
@@ -29,6 +29,19 @@ register_executor(_executor)
 def mark(p: nn.Parameter, place: torch.device) -> None:
     """Say that a weight is to stay on the host, for use on the device `place`."""
     setattr(p, _PLACE, place)
+
+
+def unmark(p: nn.Parameter) -> None:
+    """Forget that a weight was to stay on the host, unless it is there."""
+    if vars(p).get(_ADDRESS) != p.data_ptr():
+        vars(p).pop(_PLACE, None)
+
+
+def take_back(p: nn.Parameter) -> None:
+    """Put a weight that is on the host on its device again, in place."""
+    place = vars(p).pop(_PLACE)
+    vars(p).pop(_ADDRESS, None)
+    p.data = p.data.to(place, copy=True)
 
 
 def keep_on_host(p: nn.Parameter, place: torch.device) -> None:
@@ -53,6 +66,19 @@ def place_of(tensor: Tensor) -> torch.device | None:
     return vars(tensor).get(_PLACE)
 
 
+def copy_here(p: nn.Parameter) -> Tensor:
+    """Return a copy of a weight on the host, on the device that it is copied to; PyTorch's own, at once."""
+    with torch.no_grad():
+        copy = p.to(place_of(p), copy=True)
+    vars(copy)[_COPY] = True
+    return copy
+
+
+def is_always_here(p: Tensor) -> bool:
+    """Return whether a parameter is on the device between calls: it is neither on the host nor `copy_here`'s."""
+    return place_of(p) is None and _COPY not in vars(p)
+
+
 class _Arriving:
     """A copy to the device that has begun."""
 
@@ -71,7 +97,7 @@ def _fetch(weight: Tensor, place: str) -> tuple[_Arriving, Tensor]:
 
 
 def _bytes_of(weight: Tensor) -> Tensor:
-    return weight.detach().view(-1).view(torch.uint8)
+    return weight.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _coming(weight: TensorProxy, place: str) -> FutureTensorProxy:

@@ -73,6 +73,22 @@ def test_plan_says_which_weights_are_there(
     assert nbytes > 0
 
 
+def test_validate_refuses_what_a_run_would(
+    one_layer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(
+        tmp_path / "run", one_layer, memory={**ON_HOST, "offload_weights": ["*.layer.0"]}
+    )
+    assert main(["validate", file]) == 2
+    assert "has '*.layer.0', which names no module of this model" in capsys.readouterr().err
+    options = ["--memory.offload_weights=['*.layers.0']", "--lora=null"]
+    assert main(["validate", file, *options]) == 2
+    assert "names modules without frozen weights of at least" in capsys.readouterr().err
+    options = ["--memory.offload_weights=['*.layers.0']", "--memory.host_budget=1KiB"]
+    assert main(["train", file, *options]) == 3
+    assert "raise it, name fewer modules, or make weights smaller" in capsys.readouterr().err
+
+
 def test_several_processes_shard_instead(
     one_layer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,8 +98,9 @@ def test_as_many_tokens_as_rows_get_a_whole_gradient() -> None:
 
 def test_encoder_and_decoder_add_to_the_gradient_of_their_head() -> None:
     torch.manual_seed(0)
-    sizes = {"vocab_size": ROWS, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    config = T5Config(**sizes, d_kv=8, dropout_rate=0.0, decoder_start_token_id=0)
+    sizes: dict[str, Any] = {"vocab_size": ROWS, "d_model": 16, "d_ff": 16, "num_layers": 1}
+    sizes |= {"num_heads": 2, "d_kv": 8, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    config = T5Config(**sizes)
     model = T5ForConditionalGeneration(config)
     ids = torch.arange(4, 24).view(2, 10)
     found, names = gradients(model, (), input_ids=ids, labels=ids)
@@ -134,6 +135,6 @@ def test_a_head_in_bfloat16_waits_for_its_embedding_and_the_peak_is_as_predicted
             before = names[: names.index("add_embedding_gradient")]
             assert [n for n in before if n != "python_del"][-1] == "to"
     assert all(map(torch.equal, found[()], found[(STEP,)]))
-    nbytes = model.get_input_embeddings().weight.nbytes
+    nbytes = model.get_parameter("model.embed_tokens.weight").nbytes
     # The head's gradient of half the bytes is in the place of the embedding's.
     assert peaks[(STEP,)] - peaks[()] == nbytes // 2
