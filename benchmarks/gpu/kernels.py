@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ from thunder_memsave.ops.families import (
     packed_kernels,
     rms_norm,
     windowed_attention,
+)
+from thunder_memsave.ops.families.embedding_gradient import (
+    NAME,
+    add_embedding_gradient,
+    sorted_tokens,
 )
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
 
@@ -253,6 +259,42 @@ def flops(target: Target) -> str:
     return f"{record.flops:,} as expected: two products forward, five backward, half of the square"
 
 
+def embedding_sum(target: Target) -> str:
+    """Add the gradient of an embedding to another tensor, and compare bits and bytes with PyTorch's whole one."""
+    rows, width = (50_000, 256) if target.is_cuda else (900, 16)
+    lines = []
+    for num_tokens, dtype in product((800, 8000), (torch.float32, torch.bfloat16)):
+        num = num_tokens if target.is_cuda else num_tokens // 10
+        ids = torch.randint(0, rows // 9, (num,), device=target.device)
+        grad = torch.randn(num, width, device=target.device, dtype=dtype)
+        total = torch.randn(rows, width, device=target.device, dtype=dtype)
+        whole = torch.ops.aten.embedding_dense_backward(grad, ids, rows, 0, False)
+        expected, found = total + whole, total.clone()
+        del whole
+        arguments = (found, grad, ids, 0, False)
+        if target.is_cuda:
+            taken, bound = _bytes_of_sum(*arguments)
+            lines.append(f"{taken:,} of {bound:,} bytes")
+            require(taken <= bound, f"the bound does not hold: {lines[-1]}")
+        else:
+            add_embedding_gradient(*arguments)
+        require(torch.equal(found, expected), f"bits differ for {num:,} tokens in {dtype}")
+    return f"the same bits; {'; '.join(lines) or 'bytes are measured on CUDA'}"
+
+
+def _bytes_of_sum(*arguments: Any) -> tuple[int, int]:
+    """Add on CUDA, and return the bytes that it took there, and those that a plan counts at most."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with AtenRecord() as record:
+        add_embedding_gradient(*arguments)
+    torch.cuda.synchronize()
+    operands = [layout_of(a) for a in arguments if isinstance(a, Tensor)]
+    scratch = sorted_tokens.scratch(NAME, operands)
+    return torch.cuda.max_memory_allocated() - before, record.peak_bytes + scratch
+
+
 def choice(target: Target) -> str:
     """Compare PyTorch's choice of cuDNN on this GPU with the rules by which a plan chooses."""
     chosen = {}
@@ -311,6 +353,7 @@ _RUNS: dict[str, Callable[[Target], str]] = {
     "rms norm": partial(rms, weighted="bfloat16"),
     "rms norm, float32 weight": partial(rms, weighted="float32"),
     "casts that are skipped": skipped_casts,
+    "embeddings' gradients, added": embedding_sum,
     "FLOPs of attention": flops,
 }
 

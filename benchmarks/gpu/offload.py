@@ -1,10 +1,11 @@
-"""Copies to the host and back: bandwidth, activations under a budget, and optimizer states: bits, peak and time."""
+"""Copies to the host and back: bandwidth, activations, optimizer states and frozen weights: bits, peak and time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from gpu.models import (
     smallest_bytes,
     synchronized_s,
     token_ids,
+    with_lora,
 )
+from thunder_memsave.materialize import host_weights
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.devices import DEVICES
 
@@ -85,6 +88,21 @@ def activations(target: Target) -> Measured:
     return Measured(line=line, numbers=numbers)
 
 
+def frozen_weights(target: Target) -> Measured:
+    """Take the same steps of adapters with the frozen weights of all layers on the device and on the host."""
+    keep: dict[str, Any] = {"policy": "keep_all"}
+    layers = {**keep, "offload_weights": ("*.layers",), **_host(target)}
+    device = _run(target, keep, change=with_lora)
+    least = host_weights.LEAST_BYTES if target.is_cuda else 1024  # those of a tiny model are small
+    with patch.object(host_weights, "LEAST_BYTES", least):
+        host = _run(target, layers, change=with_lora)
+    _require_same_bits(device, host)
+    line = f"device {_shown(device)}; host {_shown(host)}"
+    require(host.predicted_bytes < device.predicted_bytes, f"nothing is saved: {line}")
+    _require_predicted(target, host, line)
+    return Measured(line=line, numbers={"device": device.numbers, "host": host.numbers})
+
+
 class _Run:
     """Some steps of one setting: weights after them, peak and time."""
 
@@ -111,13 +129,15 @@ class _Run:
         }
 
 
-def _run(target: Target, memory: Mapping[str, Any]) -> _Run:
+def _run(
+    target: Target, memory: Mapping[str, Any], change: Callable[[Any], Any] = lambda model: model
+) -> _Run:
     free(target)
     torch.manual_seed(0)
     length = LENGTH if target.is_cuda else 64
     model: Any = llama(llama_8b(LAYERS), target, length=length)
     ids = token_ids(model, target, rows=1, length=length)
-    return _Run(ours(model, ids, target, memory=memory), target)
+    return _Run(ours(change(model), ids, target, memory=memory), target)
 
 
 def _host(target: Target) -> dict[str, Any]:
@@ -143,4 +163,5 @@ CHECKS = [
     Check(name="offload, bandwidth", run=bandwidth, alone=True),
     Check(name="offload, optimizer states", run=optimizer_states, limit_s=180, alone=True),
     Check(name="offload, activations", run=activations, limit_s=240, alone=True),
+    Check(name="offload, frozen weights", run=frozen_weights, limit_s=180, alone=True),
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.ops.operation import Foreign, Operand
 
-_NAME = "add_embedding_gradient"
+NAME = "add_embedding_gradient"
 
 
 def add_embedding_gradient(
@@ -51,7 +51,7 @@ def add_embedding_gradient(
 
 
 ADD_EMBEDDING_GRADIENT = own_executor.register_operator(
-    _NAME, meta=lambda total, *_: TensorProxy(like=total), fn=add_embedding_gradient
+    NAME, meta=lambda total, *_: TensorProxy(like=total), fn=add_embedding_gradient
 )
 """The same in a trace."""
 
@@ -63,4 +63,4 @@ def _sorting_bytes(operator: str, operands: Sequence[Operand]) -> int:
     return 0 if is_on_cpu else 12 * 8 * prod(indices.shape)
 
 
-sorted_tokens = Foreign(matches=lambda operator: operator == _NAME, scratch=_sorting_bytes)
+sorted_tokens = Foreign(matches=lambda operator: operator == NAME, scratch=_sorting_bytes)
