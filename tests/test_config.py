@@ -63,8 +63,8 @@ def write(folder: Path, text: str) -> Path:
             "leave_out",
             ["regather", "scedule"],
             r"strategy\.leave_out has 'scedule', but no step is called so; did you mean 'schedule'\? The steps that "
-            r"can be left out are gather_in_compute_dtype, gather_in_fp8, add_embedding_gradients, tile_rows, regather, schedule, "
-            r"add_gradients, update_in_place, write_in_place\.$",
+            r"can be left out are gather_in_compute_dtype, gather_in_fp8, add_embedding_gradients, tile_rows, "
+            r"regather, schedule, add_gradients, update_in_place, write_in_place\.$",
         ),
         (
             "leave_out",

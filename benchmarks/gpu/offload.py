@@ -26,6 +26,7 @@ from gpu.models import (
 from thunder_memsave.materialize import host_weights
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.devices import DEVICES
+from thunder_memsave.planner.offload.copies import LEAST_BYTES
 
 LAYERS = 2
 LENGTH = 4096
@@ -93,7 +94,7 @@ def frozen_weights(target: Target) -> Measured:
     keep: dict[str, Any] = {"policy": "keep_all"}
     layers = {**keep, "offload_weights": ("*.layers",), **_host(target)}
     device = _run(target, keep, change=with_lora)
-    least = host_weights.LEAST_BYTES if target.is_cuda else 1024  # those of a tiny model are small
+    least = LEAST_BYTES if target.is_cuda else 1024  # those of a tiny model are small
     with patch.object(host_weights, "LEAST_BYTES", least):
         host = _run(target, layers, change=with_lora)
     _require_same_bits(device, host)
