@@ -7,9 +7,9 @@
 
 Eager PyTorch's autograd adds up gradients so, and many models their activations. A loop over tokens moves as many
 bytes as it has tokens then, not their square. Sums skip the zeros around a part, so that a negative zero may keep its
-sign; all else has the same bits. The tensor must be made by an operator of PyTorch in the same trace, and have been
-read by no others, which may read it later than where they stand (collectives, copies to the host). This runs where the
-trace is final: until then a plan may compute any value again.
+sign; all else has the same bits. The tensor must be made by an operator of PyTorch or a cast in the same trace, and
+have been read by no others, which may read it later than where they stand (collectives, copies to the host). This runs
+where the trace is final: until then a plan may compute any value again.
 """
 
 from __future__ import annotations
