@@ -30,9 +30,9 @@ from thunder_memsave.ops.families import (
 from thunder_memsave.ops.families.embedding_gradient import (
     NAME,
     add_embedding_gradient,
-    sorted_tokens,
 )
 from thunder_memsave.ops.families.packed_attention import boundaries_of, packed_mask
+from thunder_memsave.ops.table import scratch_bytes
 
 _LIMIT = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-10}
 """Relative error of a kernel: two-byte floats have 8 or 11 bits; sums of float32 are in another order."""
@@ -291,8 +291,8 @@ def _bytes_of_sum(*arguments: Any) -> tuple[int, int]:
         add_embedding_gradient(*arguments)
     torch.cuda.synchronize()
     operands = [layout_of(a) for a in arguments if isinstance(a, Tensor)]
-    scratch = sorted_tokens.scratch(NAME, operands)
-    return torch.cuda.max_memory_allocated() - before, record.peak_bytes + scratch
+    bound = record.peak_bytes + scratch_bytes(NAME, operands)
+    return torch.cuda.max_memory_allocated() - before, bound
 
 
 def choice(target: Target) -> str:

@@ -81,15 +81,13 @@ def roots(symbols: Sequence[BoundSymbol]) -> Mapping[str, set[str]]:
     found: dict[str, set[str]] = {}
     for bsym in symbols:
         inputs = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
-        shared = (
-            set() if _makes_new_memory(bsym) else {r for n in inputs for r in found.get(n, {n})}
-        )
+        shared = set() if makes_new_memory(bsym) else {r for n in inputs for r in found.get(n, {n})}
         for output in bsym.flat_proxy_outs:
             found.setdefault(output.name, set(shared) or {output.name})
     return found
 
 
-def _makes_new_memory(bsym: BoundSymbol) -> bool:
+def makes_new_memory(bsym: BoundSymbol) -> bool:
     """Return whether the result is certainly new memory."""
     executor = bsym.sym.executor
     is_kernel = executor is not None and executor.name in _OF_KERNELS

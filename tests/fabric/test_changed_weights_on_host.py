@@ -52,7 +52,6 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.embedding = nn.Embedding(40, WIDTH, max_norm=0.5)
-        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
         self.requires_grad_(False)
         self.first.requires_grad_(True)
         self.elsewhere = [self.own]

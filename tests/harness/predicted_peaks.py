@@ -9,6 +9,7 @@ from typing import Any
 from harness.memory import measured_memory
 from harness.rank_memory import letting_go
 from thunder_memsave.budget.extract import profiles
+from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.measure.scratch import MeasuredScratch
 from thunder_memsave.planner.simulate import simulate
@@ -25,6 +26,12 @@ def predicted_of_capture(compiled: Any, *, directory: Path) -> int:
     traces = (compiled.forward_traces[-1], compiled.backward_traces[-1])
     found = program(*traces, known=known, differentiated={0})
     return simulate(found).peak_bytes - sum(found.storages[s].nbytes for s in found.held)
+
+
+def planned_bytes(call: PlannedCall) -> int:
+    """Return the peak that a call is planned to have, without what is there before."""
+    held = sum(call.program.storages[s].nbytes for s in call.program.held) + call.memory.other_bytes
+    return call.profile.peak_bytes - held
 
 
 def peak_on_a_rank(module: Any, step: Callable[[], object]) -> int:

@@ -27,7 +27,7 @@ from thunder_memsave.budget.planned_call import Attempt, PlannedCall
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.measure.step_meter import step_meter
-from thunder_memsave.ops.host_copies.weights import is_always_here, place_of
+from thunder_memsave.ops.host_copies.weights import device_of, is_always_here
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.sharding.sharded_parameter import as_rows
 
@@ -57,9 +57,7 @@ class PiecesBudget:
         """
         self._module, self._budget_bytes, self._beside = module, budget_bytes, beside
         self._data_parallel = data_parallel
-        self._device = next(
-            (place_of(p) or p.device for p in module.parameters()), torch.device("cpu")
-        )
+        self._device = device_of(module.parameters())
         self._steps: list[MeasuredStep] = []
         """Measured ones; each calls other pieces."""
         self._least: dict[int, CallBytes] = {}

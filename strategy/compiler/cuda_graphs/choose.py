@@ -16,7 +16,7 @@ from thunder_memsave.compiler.cuda_graphs.graphed_call import GraphedCall
 from thunder_memsave.compiler.cuda_graphs.refusals import reasons
 from thunder_memsave.compiler.cuda_graphs.runtime import Runtime
 from thunder_memsave.errors import CompileError
-from thunder_memsave.ops.host_copies.weights import place_of
+from thunder_memsave.ops.host_copies.weights import device_of
 from thunder_memsave.planner.launches import Launches, launches_of
 from thunder_memsave.planner.workspaces import MOST_BYTES
 
@@ -142,7 +142,7 @@ def graphs_of(
     Raises:
         CompileError: graphs were asked for, and the device has none.
     """
-    device = next((place_of(t) or t.device for t in tensors), torch.device("cpu"))
+    device = device_of(tensors)
     runtime = None if setting is False else runtime_of(device)
     if setting is True and runtime is None:
         raise CompileError(

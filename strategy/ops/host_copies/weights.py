@@ -9,6 +9,8 @@ there. The host's memory is not torch's, so no allocator counts it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from thunder.core import devices
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
@@ -33,7 +35,7 @@ def mark(p: nn.Parameter, place: torch.device) -> None:
 
 def unmark(p: nn.Parameter) -> None:
     """Forget that a weight was to stay on the host, unless it is there."""
-    if vars(p).get(_ADDRESS) != p.data_ptr():
+    if not _is_there(p):
         vars(p).pop(_PLACE, None)
 
 
@@ -51,14 +53,22 @@ def keep_on_host(p: nn.Parameter, place: torch.device) -> None:
         HostMemoryError: the host does not let the device read so much of its memory.
     """
     mark(p, place)
-    is_there = vars(p).get(_ADDRESS) == p.data_ptr()
-    if p.untyped_storage().nbytes() and not is_there:  # in a plan it has no memory
+    if p.untyped_storage().nbytes() and not _is_there(p):  # in a plan it has no memory
         lease = host_of(place).weights.take(p.nbytes)
         kept = lease.view(p.dtype).view(p.shape)
         with torch.no_grad():
             kept.copy_(p.data)
         p.data = kept
         setattr(p, _ADDRESS, p.data_ptr())
+
+
+def _is_there(p: nn.Parameter) -> bool:
+    return bool(vars(p).get(_ADDRESS) == p.data_ptr())
+
+
+def device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """Return the device that computes with a module's tensors, wherever the first is; the CPU if there are none."""
+    return next((place_of(t) or t.device for t in tensors), torch.device("cpu"))
 
 
 def place_of(tensor: Tensor) -> torch.device | None:

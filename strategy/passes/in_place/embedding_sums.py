@@ -17,12 +17,11 @@ from math import prod
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx, TraceProvenance
 
-from thunder_memsave.ops.aten_operators import makes_new_memory
 from thunder_memsave.ops.families.embedding_gradient import ADD_EMBEDDING_GRADIENT
-from thunder_memsave.ops.kernel_calls import own_executor
-from thunder_memsave.passes.symbols import forward_symbols, is_cast, is_joint, makes_copy
+from thunder_memsave.passes.repeatable import makes_new_memory
+from thunder_memsave.passes.symbols import forward_symbols, is_cast, is_joint, with_others
 
 _SUM = "aten_add_Tensor"
 _EMBEDDING = "aten_embedding_dense_backward"
@@ -43,15 +42,9 @@ def add_embedding_gradients(trace: TraceCtx) -> TraceCtx:
     for index, bsym in enumerate(symbols):
         if bsym.sym.name == _SUM:
             found.look_at(index, bsym)
-    if not found.instead:
-        return trace
-    new = from_trace(trace)
-    new.bound_symbols = [
-        b
-        for i, bsym in enumerate(symbols)
-        for b in found.instead.get(i, [bsym] * (i not in found.left_out))
-    ]
-    new.set_provenance(TraceProvenance("Joint pass add_embedding_gradients"))
+    new = with_others(trace, found.instead, found.left_out)
+    if new is not trace:
+        new.set_provenance(TraceProvenance("Joint pass add_embedding_gradients"))
     return new
 
 
@@ -59,7 +52,7 @@ class _Sums:
     """The symbols of a joint trace, and those that give way to others, by index."""
 
     def __init__(self, symbols: Sequence[BoundSymbol]) -> None:
-        self.instead: dict[int, list[BoundSymbol]] = {}
+        self.instead: dict[int, BoundSymbol] = {}
         self.left_out: set[int] = set()
         self._symbols = symbols
         self._forward = forward_symbols(symbols)
@@ -74,11 +67,10 @@ class _Sums:
             embedding = self._embedding(part, total, bsym.output)
             if embedding is not None and self._may_be_written(total):
                 grad, indices, _, *others = self._symbols[embedding].args
-                added = ADD_EMBEDDING_GRADIENT.bind(
+                self.instead[index] = ADD_EMBEDDING_GRADIENT.bind(
                     *(total, grad, indices, *others), output=bsym.output
                 )
-                self.left_out.add(embedding)
-                self.instead[index] = [*self._cast(total), added]
+                self._leave_out(embedding, total)
                 return
 
     def _embedding(self, part: TensorProxy, total: TensorProxy, result: TensorProxy) -> int | None:
@@ -98,16 +90,18 @@ class _Sums:
             return False
         if made.sym.name in _VIEWS:
             return self._may_be_written(made.args[0])
-        return makes_new_memory(made) or makes_copy(made) or made.sym.executor is own_executor
+        return makes_new_memory(made)
 
-    def _cast(self, total: TensorProxy) -> list[BoundSymbol]:
-        """Return what casts the total from a smaller dtype, if it does, which waits for the sum."""
+    def _leave_out(self, embedding: int, total: TensorProxy) -> None:
+        """Leave the embedding's gradient out; an earlier cast of the total from a smaller dtype takes its place."""
         index = self._made_at[total.name]
         made = self._symbols[index]
-        if not is_cast(made) or made.args[0].dtype.bytes >= total.dtype.bytes:
-            return []
-        self.left_out.add(index)
-        return [made]
+        is_wider = is_cast(made) and made.args[0].dtype.bytes < total.dtype.bytes
+        if is_wider and index < embedding:
+            self.instead[embedding] = made
+            self.left_out.add(index)
+        else:
+            self.left_out.add(embedding)
 
     def _made(self, value: TensorProxy) -> BoundSymbol | None:
         """Return what makes a value in backward."""
