@@ -71,14 +71,18 @@ def blocks(target: Target) -> str:
 
 
 def _require_triton(target: Target) -> None:
-    if target.is_cuda:
-        reason = one_launch.why_not()
-        if reason is not None:
-            raise NotRunError(reason)
-    elif importlib.util.find_spec("triton") is None:
-        raise NotRunError("Triton is not installed")
-    elif os.environ.get("TRITON_INTERPRET") != "1":
-        raise NotRunError("TRITON_INTERPRET is not 1, and Triton launches nothing on a CPU")
+    reason = one_launch.why_not() if target.is_cuda else why_not_interpreted()
+    if reason is not None:
+        raise NotRunError(reason)
+
+
+def why_not_interpreted() -> str | None:
+    """Return why Triton's interpreter does not run kernels on this CPU; None: it does."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "TRITON_INTERPRET is not 1, and Triton launches nothing on a CPU"
+    return None
 
 
 def _numbers() -> Mapping[str, Tensor]:

@@ -29,12 +29,18 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let kernels add in a fixed order: backward of attention adds atomically otherwise."""
+    """Let kernels add in a fixed order: backward of attention adds atomically otherwise, cuDNN's always."""
+    memory: Any = torch.utils.deterministic
+    is_filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
+    with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
+        memory.fill_uninitialized_memory = is_filled
 
 
 def gpt2(target: Target, dtype: torch.dtype) -> nn.Module:

@@ -44,7 +44,7 @@ class Step:
     @property
     def tile_rows(self) -> int:
         """Tokens of the loss's tile."""
-        (rows,) = {b.args[-2] for b in self.call.joint.bound_symbols if _is_loss(b.sym.name)}
+        (rows,) = {b.args[-3] for b in self.call.joint.bound_symbols if _is_loss(b.sym.name)}
         return int(rows)
 
 

@@ -119,7 +119,7 @@ def test_a_check_that_hangs_or_crashes_is_reported_and_the_others_go_on(tmp_path
         "    package = types.ModuleType('thunder_memsave')\n"
         "    package.compat = types.SimpleNamespace(apply=lambda: None)\n"
         "    sys.modules['thunder_memsave'] = package\n"
-        "    for name in ('kernels', 'plans', 'fp8', 'fp8_casts', 'system', 'memory', 'offload'):\n"
+        "    for name in ('kernels', 'losses', 'plans', 'fp8', 'fp8_casts', 'system', 'memory', 'offload'):\n"
         "        module = types.ModuleType('gpu.' + name)\n"
         "        module.CHECKS = faulty_checks.CHECKS if name == 'kernels' else []\n"
         "        sys.modules['gpu.' + name] = module\n"

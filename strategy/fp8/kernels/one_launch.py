@@ -6,7 +6,6 @@ In: a tensor on a CUDA device. Out: its fp8 numbers. `torch_backend` computes in
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from functools import cache
 from types import ModuleType
@@ -15,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_memsave.aten.record import FP8_DTYPES, once_through_memory
+from thunder_memsave.ops.launches import available
+from thunder_memsave.ops.launches.available import has_numbers
 
 _log = logging.getLogger(__name__)
 
@@ -51,17 +51,12 @@ def applies(x: Tensor) -> bool:
 @cache
 def why_not() -> str | None:
     """Return why Triton launches nothing on this machine's CUDA device; None: it does. The first call tries it."""
-    reason = None
-    if importlib.util.find_spec("triton") is None:
-        reason = "Triton is not installed"
-    else:
-        try:
-            with _disable_current_modes():
-                one = torch.ones(1, device="cuda")
-                cast(one, one, torch.float8_e4m3fn)
-                torch.cuda.synchronize()
-        except Exception as error:  # such as a missing C compiler, which Triton starts
-            reason = f"Triton does not run ({error})"
+
+    def launch() -> None:
+        one = torch.ones(1, device="cuda")
+        cast(one, one, torch.float8_e4m3fn)
+
+    reason = available.why_not(launch)
     if reason is not None:
         _log.warning(
             "%s: fp8's torch backend casts in chunks of 4 Mi elements with 9 launches each, which takes longer than "
@@ -124,7 +119,7 @@ def _cast(
     source = x.reshape(-1)
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     with once_through_memory(x, quantized):
-        if not _has_numbers(x):
+        if not has_numbers(x):
             if raised is not None:
                 raised.zero_()  # tells the planner that it is written
             return quantized
@@ -154,7 +149,7 @@ def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of the elements that are not NaN, 0-dim float32; 0 if there is none."""
     source, largest = x.reshape(-1), x.new_zeros((), dtype=torch.float32)
     with once_through_memory(x):
-        if _has_numbers(x) and x.numel():
+        if has_numbers(x) and x.numel():
             with torch.cuda.device_of(x):
                 grid = (-(-x.numel() // _ELEMENTS),)
                 _kernels().amax_kernel[grid](source, largest, x.numel(), BLOCK=_ELEMENTS, **_EXACT)
@@ -185,7 +180,7 @@ def quantize_block(
     scale_inv = x.new_empty((down, across), dtype=torch.float32)
     rows_each = _ROWS if block_rows == 1 else block_rows
     with once_through_memory(x, quantized, scale_inv):
-        if _has_numbers(x) and x.numel():
+        if has_numbers(x) and x.numel():
             with torch.cuda.device_of(x):
                 _kernels().cast_blocks_kernel[(-(-rows // rows_each), across)](
                     x,
@@ -210,7 +205,7 @@ def quantize_block(
 
 def transpose(q: Tensor) -> Tensor:
     """Copy a contiguous fp8 matrix `[rows, columns]` to `[columns, rows]`."""
-    if not _has_numbers(q):
+    if not has_numbers(q):
         return q.t().contiguous()
     rows, columns = q.shape
     transposed = q.new_empty(columns, rows)
@@ -220,11 +215,6 @@ def transpose(q: Tensor) -> Tensor:
                 _bytes(q.contiguous()), _bytes(transposed), rows, columns, SIDE=_SIDE, **_EXACT
             )
     return transposed
-
-
-def _has_numbers(x: Tensor) -> bool:
-    """Return whether there is anything to launch on; the planner runs operations on tensors without numbers."""
-    return x.device.type != "meta" and not isinstance(x, FakeTensor)
 
 
 def _is_fake_cuda(x: Tensor) -> bool:

@@ -29,6 +29,7 @@ from thunder_memsave.ops.families.tiled_loss import (
     tile_rows,
 )
 from thunder_memsave.ops.kernel_calls import call_kernel
+from thunder_memsave.ops.launches import losses as launches
 from thunder_memsave.ops.operation import ROWS_PER_TILE, Derivative, Kernel, Operation
 
 Reduction = Literal["mean", "sum", "none"]
@@ -85,12 +86,14 @@ def linear_cross_entropy(
     targets = with_usual_index(targets, ignore_index)
     options = (float(label_smoothing), float(z_loss), soft_cap, float(logit_scale))
     wanted = _wanted(operands)
+    in_one_launch = launches.applies(hidden, dtype or hidden.dtype)
     rows = tile_rows(
         *(sizes[0], sizes[2], dtype or hidden.dtype, LossOptions(*options)),
+        in_one_launch=in_one_launch,
         width=sizes[1] if wanted.weight else 0,
     )
     is_on_cuda = device_of(hidden).type == "cuda"
-    settings = (*sizes, reduction, *options, rows, is_on_cuda)
+    settings = (*sizes, reduction, *options, rows, is_on_cuda, in_one_launch)
     loss = call_kernel(_kernel_for(wanted, reduction), *operands, targets, num_kept, *settings)
     return loss if loss_dtype is None else loss.to(loss_dtype)
 
@@ -111,7 +114,8 @@ def _wanted(operands: Sequence[Tensor | None]) -> Wanted:
 _TAKES = (
     *("hidden", "weight", "bias", "adapter", "targets", "num_kept"),
     *("num_tokens", "width", "num_classes", "rank", "reduction"),
-    *("label_smoothing", "z_loss", "soft_cap", "logit_scale", ROWS_PER_TILE, "is_on_cuda"),
+    *("label_smoothing", "z_loss", "soft_cap", "logit_scale", ROWS_PER_TILE),
+    *("is_on_cuda", "in_one_launch"),
 )
 
 _ON_HOST = ("num_kept",)
@@ -129,12 +133,13 @@ def _losses(
     wanted: Wanted | None = None,
     make_gradients: Callable[[], Gradients] | None = None,
 ) -> Tensor:
-    *options, rows, is_on_cuda = settings[5:]
+    *options, rows, is_on_cuda, in_one_launch = settings[5:]
     return losses_in_tiles(
         *(hidden, Head(weight, bias, adapter), targets, LossOptions(*options)),
         num_kept=num_kept,
         rows_per_tile=rows,
         is_on_cuda=is_on_cuda,
+        in_one_launch=in_one_launch,
         factors=factors,
         wanted=wanted,
         make_gradients=make_gradients,

@@ -13,7 +13,7 @@ from typing_extensions import override
 from thunder_memsave.aten.record import once_through_memory, turns_of
 
 if TYPE_CHECKING:
-    from thunder_memsave.ops.families.tiled_loss import Head, Tile
+    from thunder_memsave.ops.families.tiled_loss import Head, LaunchedTile, Tile
 
 _PRODUCT_BYTES = 32 * 2**20
 """Bytes that a part of the weight's gradient of one tile may take, before it is added up in float32."""
@@ -66,12 +66,17 @@ class Sums:
         return made
 
     def add(
-        self, tile: Tile, hidden: Tensor, head: Head, rows: Tensor | slice, factors: Tensor
+        self,
+        tile: Tile | LaunchedTile,
+        hidden: Tensor,
+        head: Head,
+        rows: Tensor | slice,
+        factors: Tensor,
     ) -> None:
         """Add the gradients of a tile of these hidden states."""
         of_logits = tile.of_logits(factors)
         if self.of.bias is not None:
-            self.of.bias.add_(tile.values.sum(0))
+            self.of.bias.add_(tile.values.sum(0, dtype=wide_dtype(hidden.dtype)))
         del tile.values
         weight, _, adapter = head
         width = weight.shape[1]

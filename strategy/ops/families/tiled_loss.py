@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.aten.record import turns_of
 from thunder_memsave.ops.families.loss_sums import Gradients, Sums, Wanted, WideSums, wide_dtype
+from thunder_memsave.ops.launches import losses as launches
 
 IGNORED = -100
 """The target of tokens that have no loss."""
@@ -94,6 +95,7 @@ def tile_rows(
     dtype: torch.dtype,
     options: LossOptions,
     *,
+    in_one_launch: bool = False,
     more_bytes: int = 0,
     width: int = 0,
 ) -> int:
@@ -106,12 +108,14 @@ def tile_rows(
         num_classes: Logits of a token.
         dtype: Of the linear layer's results.
         options: Of the loss.
-        more_bytes: What each logit takes beside its copy in a wide dtype and that in `dtype`.
+        in_one_launch: Whether logits have no copies: tiles are `LaunchedTile`s.
+        more_bytes: What each logit takes beside those copies, in a wide dtype and in `dtype`.
         width: Of the weight, if it gets a gradient.
     """
     wide = wide_dtype(dtype).itemsize
-    of_logit = wide * (1 + (options.soft_cap is not None)) + more_bytes
-    of_logit += dtype.itemsize * (dtype.itemsize != wide)
+    of_logit = dtype.itemsize + more_bytes
+    if not in_one_launch:
+        of_logit += wide * (options.soft_cap is not None) + wide * (dtype.itemsize != wide)
     tile_bytes = max(TILE_BYTES, wide * num_classes * width // 2)
     most = max(1, tile_bytes // (num_classes * of_logit))
     num_tiles = max(1, -(-num_tokens // most))
@@ -127,6 +131,7 @@ def losses_in_tiles(
     num_kept: Tensor | None = None,
     rows_per_tile: int,
     is_on_cuda: bool = False,
+    in_one_launch: bool = False,
     factors: Tensor | None = None,
     wanted: Wanted | None = None,
     make_gradients: Callable[[], Gradients] | None = None,
@@ -142,6 +147,7 @@ def losses_in_tiles(
             on a CPU, where they are counted.
         rows_per_tile: Tokens whose logits exist at a time.
         is_on_cuda: Whether this is, or is planned to be, on CUDA.
+        in_one_launch: Whether Triton makes losses of a tile's logits, and their gradients.
         factors: What each token's loss is multiplied by before it is differentiated, as a number or (tokens,).
         wanted: The operands that get a gradient; None: none does.
         make_gradients: Makes the tensors that are written: before the tiles, or after the last, beside none, where the
@@ -159,7 +165,8 @@ def losses_in_tiles(
         sums = make(hidden, head, wanted, make_gradients, is_on_cuda=is_on_cuda)
     for rows in tiles_of(targets, places, rows_per_tile):
         of_rows = hidden[rows]
-        tile = Tile(head.logits(of_rows), targets[rows], options)
+        make_tile = LaunchedTile if in_one_launch else Tile
+        tile = make_tile(head.logits(of_rows), targets[rows], options)
         losses[rows] = tile.losses()
         if factors is not None and sums is not None:
             sums.add(tile, of_rows, head, rows, factors[rows] if factors.ndim else factors)
@@ -205,6 +212,9 @@ def tiles_of(targets: Tensor, places: Tensor | None, step: int) -> Iterator[Tens
 
 class Tile:
     """The logits of some tokens, and in their place later what is made of them."""
+
+    values: Tensor
+    """(tokens, classes): after `of_logits`, the gradients, in the dtype in which they are added up for a bias."""
 
     def __init__(self, logits: Tensor, targets: Tensor, options: LossOptions) -> None:
         """Take the logits, which are overwritten where they have a wide dtype: (tokens, classes)."""
@@ -267,3 +277,52 @@ class Tile:
             return None
         of_target, exact = self.values.gather(1, self.targets).double(), factors.double()
         return of_target.mul_(exact).sub_(exact).to(self.values.dtype)
+
+
+class LaunchedTile:
+    """A `Tile` of 16-bit logits on CUDA by two launches of Triton: no copies, gradients take the logits' place."""
+
+    def __init__(self, logits: Tensor, targets: Tensor, options: LossOptions) -> None:
+        """Take the logits, which are overwritten: (tokens, classes)."""
+        self.options, self.values = options, logits
+        self.targets, self.is_kept = targets, targets != IGNORED
+        self._terms: launches.Terms | None = None
+
+    def losses(self) -> Tensor:
+        """Return the tokens' losses, and leave the logits."""
+        options, logits = self.options, self.values
+        terms = self._terms = launches.terms_of(
+            logits,
+            scale=options.logit_scale,
+            soft_cap=options.soft_cap,
+            adds=bool(options.label_smoothing),
+        )
+        targets = self.targets.where(self.is_kept, 0).unsqueeze(1)
+        of_target = self._capped(logits.gather(1, targets).squeeze(1).float())
+        losses = terms.logarithm - of_target.sub_(terms.largest)
+        if terms.total is not None:
+            of_all = terms.logarithm + terms.largest - terms.total / logits.shape[1]
+            losses.mul_(1.0 - options.label_smoothing).add_(of_all, alpha=options.label_smoothing)
+        if options.z_loss:
+            losses.add_((terms.logarithm + terms.largest).square_(), alpha=options.z_loss)
+        return losses.masked_fill_(~self.is_kept, 0.0)
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        options = self.options
+        logits = logits.mul_(options.logit_scale)
+        if options.soft_cap is not None:
+            logits.div_(options.soft_cap).tanh_().mul_(options.soft_cap)
+        return logits
+
+    def of_logits(self, factors: Tensor) -> Tensor:
+        """Return the gradients of the linear layer's results, in its dtype; they are left in place of all else."""
+        assert self._terms is not None, "losses come first"
+        launches.write_gradients(
+            *(self.values, self.targets, factors, self._terms),
+            ignored=IGNORED,
+            scale=self.options.logit_scale,
+            soft_cap=self.options.soft_cap,
+            label_smoothing=self.options.label_smoothing,
+            z_loss=self.options.z_loss,
+        )
+        return self.values

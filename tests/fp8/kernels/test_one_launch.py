@@ -21,7 +21,7 @@ from thunder_memsave.fp8.kernels import one_launch, torch_backend
 
 E4M3 = torch.float8_e4m3fn
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-CHECKS = ("fp8, casts in one launch", "fp8, blocks in one launch")
+CHECKS = ("fp8, casts in one launch", "fp8, blocks in one launch", "losses in one launch")
 ROWS, COLUMNS = 8192, 14336
 
 

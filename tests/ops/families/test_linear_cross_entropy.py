@@ -78,7 +78,7 @@ def in_tiles(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Return the loss, its gradients and the cotangent that they are for."""
     options = (of.label_smoothing, of.z_loss, of.soft_cap, of.logit_scale)
-    settings = (TOKENS, WIDTH, CLASSES, RANK, reduction, *options, rows, is_on_cuda)
+    settings = (TOKENS, WIDTH, CLASSES, RANK, reduction, *options, rows, is_on_cuda, False)
     kernel = operation._kernel_for(EVERY_OPERAND, reduction)  # type: ignore[arg-type]
     values = [*(t.detach() for t in tensors), targets, num_kept, *settings]
     results = kernel.run(*values)
