@@ -4,7 +4,8 @@
     checks.py     a check, its outcome, and its three states
     processes.py  checks in processes of their own, with a time limit each
     models.py     models without files, and their steps
-    kernels.py, plans.py, system.py, fp8.py, fp8_casts.py, memory.py    the checks of `correct`
+    kernels.py, losses.py, plans.py, fusion.py, system.py, fp8.py, fp8_casts.py, memory.py, offload.py
+                                                                        the checks of `correct`
     rates.py, speed.py, anchors.py                                      the measurements of `speed`
     product.py    the command line
     report.py     one JSON and one Markdown table for each part

@@ -15,7 +15,19 @@ from gpu.processes import REPORT_TO, run_all, run_here
 from gpu.report import table, update_docs, write
 
 MODULES = {
-    "correct": ("kernels", "losses", "plans", "fp8", "fp8_casts", "system", "memory", "offload"),
+    "correct": (
+        *(
+            "kernels",
+            "losses",
+            "plans",
+            "fusion",
+            "fp8",
+            "fp8_casts",
+            "system",
+            "memory",
+            "offload",
+        ),
+    ),
     "speed": ("rates", "speed", "anchors"),
     "product": ("product",),
     "ranks": ("ranks",),

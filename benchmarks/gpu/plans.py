@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -29,17 +29,17 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let kernels add in a fixed order: backward of attention adds atomically otherwise, cuDNN's always."""
+    """Let kernels add in a fixed order: backward of attention adds atomically otherwise.
+
+    Not with `warn_only`: flash attention then warns, and adds atomically.
+    """
     memory: Any = torch.utils.deterministic
     is_filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
-    with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.backends.cuda.enable_cudnn_sdp(with_cudnn)
         memory.fill_uninitialized_memory = is_filled
 
 
@@ -103,12 +103,17 @@ def packed_rows(target: Target) -> dict[str, Any]:
 
 
 def gradients(
-    model: Any, batch: Mapping[str, Any], target: Target, *, memory: Mapping[str, Any]
+    model: Any,
+    batch: Mapping[str, Any],
+    target: Target,
+    *,
+    memory: Mapping[str, Any],
+    fusion: Literal["auto"] | bool = "auto",
 ) -> Gradients:
     """Return loss and gradients of one step of the strategy, and of a second one after it."""
     from lightning.fabric import Fabric
 
-    strategy = ThunderMemsaveStrategy(memory=memory)
+    strategy = ThunderMemsaveStrategy(memory=memory, fusion=fusion)
     fabric = Fabric(accelerator=target.device, devices=1, strategy=strategy)
     fabric.launch()
     module = fabric.setup(model)

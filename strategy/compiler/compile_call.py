@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -15,7 +15,7 @@ from thunder.common import CompileData, CompileStats
 from thunder.core.compile_data import compile_data_and_stats
 from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
-from torch import nn
+from torch import Tensor, nn
 
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.memory_planner import MemoryPlanner
@@ -218,14 +218,16 @@ class CallCompiler:
             unreduced=self.unreduced or UnreducedGradients(data_parallel),
             is_run=self.target is None,
             name=name,
-            fusion=self._fusion,
+            fusion=self._fusion(arguments.tensors),
             graphs=self.graphs,
         )
 
-    @property
-    def _fusion(self) -> OpProfiles | None:
-        """The profiles of all symbols that are fused, and planned for; None where nothing is fused."""
-        if self.config.fusion is not True or self.target is not None:
+    def _fusion(self, tensors: Mapping[str, Tensor]) -> OpProfiles | None:
+        """Return the profiles of all symbols that are fused, and planned for; None where nothing is fused."""
+        fuses = self.config.fusion
+        if fuses == "auto":
+            fuses = any(t.is_cuda for t in tensors.values())
+        if not fuses or self.target is not None:
             return None
         return profiles() if self.planner is None else self.planner.profiles
 

@@ -23,6 +23,8 @@ _OPTIONS = {
     # One kernel after the other, as nothing of the program would gain from a choice by time.
     "max_autotune": False,
     "max_autotune_pointwise": False,
+    # Trying sizes of blocks on a GPU takes memory that no plan counts.
+    "triton.autotune_pointwise": False,
     # No worker processes and threads beside a training: a region has one or two kernels.
     "compile_threads": 1,
 }

@@ -2,7 +2,8 @@
 
 IEEE 754 defines the results of sums, products, quotients and comparisons, and moving numbers does not change them.
 Others (`exp`, `tanh`, `sqrt`, `gelu`, ...) differ in their last bit between PyTorch's kernels and inductor's, and
-reductions in the order of their terms; they stay as they are, so that no bit depends on what is fused.
+reductions in the order of their terms; they stay as they are, so that no bit depends on what is fused. On CUDA so do
+quotients: PyTorch multiplies by the inverse of a number, and Triton's are not rounded as IEEE 754 has it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+from thunder.core import dtypes
 from thunder.core.symbol import BoundSymbol
 from torch._ops import OpOverload
 
@@ -43,6 +45,12 @@ _VIEWS: frozenset[OpOverload] = frozenset(
         *(_aten.unbind.int, _aten.chunk.default),
     }
 )
+INEXACT_ON_CUDA = frozenset({_aten.div.Tensor})
+ROUNDING_NUMBERS: frozenset[OpOverload] = frozenset(
+    {_aten.add.Tensor, _aten.sub.Tensor, _aten.threshold_backward.default}
+)
+"""On a CPU, PyTorch's own kernels round a number to the dtype of their tensor, and inductor's do not."""
+_NARROW = frozenset({torch.bfloat16, torch.float16})
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool})
 
 
@@ -74,9 +82,20 @@ def kind_of(bsym: BoundSymbol, profile: OpProfile) -> Kind:
     made = [r.storage >= profile.num_argument_storages for r in results]
     if not any(made):
         return Kind.VIEW if profile.num_argument_storages == 1 else Kind.OTHER
-    return Kind.FUSES if all(made) and _is_exact(bsym) else Kind.OTHER
+    return Kind.FUSES if all(made) and _is_exact(bsym, operator) else Kind.OTHER
 
 
-def _is_exact(bsym: BoundSymbol) -> bool:
-    """Return whether no number of the call makes it inexact: sums with a factor round once or twice."""
-    return bool(bsym.kwargs.get("alpha", 1) == 1)
+def _is_exact(bsym: BoundSymbol, operator: OpOverload | None) -> bool:
+    """Return whether nothing of the call makes it inexact: sums with a factor round once or twice."""
+    if bsym.kwargs.get("alpha", 1) != 1:
+        return False
+    if operator in INEXACT_ON_CUDA and any(p.device.type == "cuda" for p in bsym.flat_proxy_outs):
+        return False
+    return operator not in ROUNDING_NUMBERS or _rounds_no_number(bsym)
+
+
+def _rounds_no_number(bsym: BoundSymbol) -> bool:
+    """Return whether the numbers among the operands are numbers of 16 bits, where the tensors are of 16-bit numbers."""
+    narrow = {dtypes.to_torch_dtype(p.dtype) for p in bsym.flat_proxy_args} & _NARROW
+    numbers = [n for n in bsym.args if isinstance(n, float | int)]
+    return all(torch.tensor(n, dtype=dtype).item() == n for dtype in narrow for n in numbers)

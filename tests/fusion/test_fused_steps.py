@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,9 @@ from torch import nn
 from harness import models
 from harness.distributed import SOAK_HANG_S
 from harness.fused_steps import Model, Ran, batch, step
+from thunder_memsave.compiler.compile_call import CallCompiler
 from thunder_memsave.compiler.explain_steps import explain_steps
+from thunder_memsave.config import CompileConfig
 from thunder_memsave.fusion import inductor, region
 
 
@@ -99,6 +102,17 @@ def test_the_list_of_steps_says_what_was_fused() -> None:
     )
     assert expected in text
     assert "fuse: " not in explain_steps([step(Model, batch(), fusion=False).compiled])
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_auto_fuses_on_a_gpu_alone(is_cuda: bool) -> None:
+    tensors: Any = {"x": SimpleNamespace(is_cuda=False), "y": SimpleNamespace(is_cuda=is_cuda)}
+    settings = CompileConfig(), CompileConfig(fusion=False), CompileConfig(fusion=True)
+    fuses = [
+        CallCompiler(config=each, data_parallel=None)._fusion(tensors) is not None
+        for each in settings
+    ]
+    assert fuses == [is_cuda, False, True]
 
 
 def test_without_a_compiler_the_step_is_the_unfused_one_and_one_line_says_so(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from thunder.core import dtypes as thunder_dtypes
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from thunder_memsave.fusion import inductor
-from thunder_memsave.fusion.operators import EXACT
+from thunder_memsave.fusion import inductor, operators
+from thunder_memsave.fusion.operators import EXACT, INEXACT_ON_CUDA
 
 aten = torch.ops.aten
 
@@ -66,3 +70,54 @@ def test_what_fuses_has_the_bits_of_the_operators_one_by_one(dtype: torch.dtype)
     for number, (ours, theirs) in enumerate(zip(found, results(x, y), strict=True)):
         assert torch.equal(ours, theirs), number
         assert ours.stride() == theirs.stride(), number
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_among_the_operands_have_the_bits_for_every_number_of_16_bits(
+    dtype: torch.dtype,
+) -> None:
+    if (reason := inductor.why_unavailable("cpu")) is not None:
+        pytest.skip(reason)
+
+    def of_numbers(x: Tensor) -> list[Tensor]:
+        mask = aten.gt.Scalar(x, 0.1)
+        return [
+            *(aten.add.Tensor(x, 0.5), aten.sub.Tensor(x, 2.0**-20)),
+            *(aten.mul.Tensor(x, 0.3), aten.div.Tensor(x, 7.1)),
+            *(aten.masked_fill.Scalar(x, mask, -3.1), aten.threshold_backward.default(x, x, 0.5)),
+            aten.native_dropout_backward.default(x, mask, 1.1111),
+            *(aten.eq.Scalar(x, 0.1), aten.ne.Scalar(x, 0.1), aten.ge.Scalar(x, 0.1)),
+            *(aten.lt.Scalar(x, 0.1), aten.le.Scalar(x, 0.1), mask),
+        ]
+
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    with torch.no_grad(), inductor.options():
+        graph = make_fx(of_numbers, tracing_mode="fake")(x)
+        found = inductor.compile_graph(graph, [x])(x)
+    for number, (ours, theirs) in enumerate(zip(found, of_numbers(x), strict=True)):
+        assert bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()), number
+
+
+def symbol(
+    *args: float, device: str = "cpu", dtype: Any = thunder_dtypes.float32, **kwargs: float
+) -> Any:
+    tensor = SimpleNamespace(device=SimpleNamespace(type=device), dtype=dtype)
+    return SimpleNamespace(
+        args=(tensor, *args), kwargs=kwargs, flat_proxy_args=[tensor], flat_proxy_outs=[tensor]
+    )
+
+
+def test_a_number_that_16_bits_round_does_not_fuse() -> None:
+    sixteen = thunder_dtypes.bfloat16
+    assert operators._is_exact(symbol(0.1), aten.add.Tensor)
+    assert not operators._is_exact(symbol(0.1, dtype=sixteen), aten.add.Tensor)
+    assert operators._is_exact(symbol(0.5, dtype=sixteen), aten.add.Tensor)
+    assert operators._is_exact(symbol(0.1, dtype=sixteen), aten.mul.Tensor)
+    assert not operators._is_exact(symbol(1.0, alpha=2), aten.add.Tensor)
+
+
+def test_quotients_on_cuda_do_not_fuse() -> None:
+    assert EXACT > INEXACT_ON_CUDA == {aten.div.Tensor}
+    assert operators._is_exact(symbol(3.0), aten.div.Tensor)
+    assert not operators._is_exact(symbol(3.0, device="cuda"), aten.div.Tensor)
+    assert operators._is_exact(symbol(3.0, device="cuda"), aten.mul.Tensor)

@@ -1,0 +1,107 @@
+"""Checks that what fuses has the bits of PyTorch's own kernels: operators side by side in a kernel, and whole steps."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from gpu.checks import Check, NotRunError, Target, require
+from gpu.plans import (
+    ENVIRONMENT,
+    POLICIES,
+    deterministic,
+    gradients,
+    packed_rows,
+    tiny_llama,
+)
+from thunder_memsave.finetune.model.documents_apart import take_boundaries
+from thunder_memsave.fusion import inductor
+from thunder_memsave.fusion.operators import EXACT, INEXACT_ON_CUDA
+
+_aten = torch.ops.aten
+
+
+def _results(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Return what operators of all kinds that fuse make, and chains that a compiler may contract."""
+    mask, other = _aten.gt.Scalar(x, 0.1), _aten.le.Tensor(x, y)
+    product = _aten.mul.Tensor(x, y)
+    return [
+        *(_aten.add.Tensor(x, y), _aten.sub.Tensor(x, y), product),
+        *(_aten.add.Tensor(x, 0.5), _aten.mul.Tensor(x, 0.3), _aten.abs.default(x)),
+        *(_aten.where.self(mask, x, y), _aten.masked_fill.Scalar(x, other, -3.0)),
+        *(_aten.native_dropout_backward.default(x, mask, 1.25), _aten.relu.default(x)),
+        *(_aten.threshold_backward.default(x, y, 0), _aten.logical_and.default(mask, other)),
+        _aten.cat.default([_aten.neg.default(x), y], -1),
+        _aten._to_copy.default(x, dtype=torch.bfloat16),
+        _aten._to_copy.default(product, dtype=torch.float32),
+        _aten.slice_backward.default(y, [37, 200], 1, 3, 134, 1),
+        _aten.add.Tensor(product, y),
+        _aten.mul.Tensor(_aten.add.Tensor(product, y), _aten.sub.Tensor(x, y)),
+        _aten.sub.Tensor(product, _aten.mul.Tensor(y, 0.7)),
+    ]
+
+
+def operators(target: Target) -> str:
+    """Compare operators and chains in float32 and bfloat16, on numbers of every size."""
+    _require_inductor(target)
+    compared = 0
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        sizes = torch.logspace(-44, 30, 131)
+        x, y = (
+            (torch.randn(37, 131, generator=generator) * sizes).to(dtype).to(target.device)
+            for _ in range(2)
+        )
+        x[0, 0], x[1, 1], x[2, 2] = float("inf"), float("nan"), -0.0
+        with torch.no_grad(), inductor.options():
+            graph = make_fx(_results, tracing_mode="fake")(x, y)
+            found = inductor.compile_graph(graph, [x, y])(x, y)
+        tested = {n.target for n in graph.graph.nodes if n.op == "call_function"}
+        require(tested <= EXACT - INEXACT_ON_CUDA, "an operator is compared that does not fuse")
+        for number, (ours, theirs) in enumerate(zip(found, _results(x, y), strict=True)):
+            is_same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+            require(bool(is_same.all()), f"result {number} in {dtype}: {int((~is_same).sum())}")
+            compared += ours.numel()
+    return f"{compared:,} numbers have the bits of the single operators"
+
+
+def steps(target: Target) -> str:
+    """Compare two steps of a Llama on packed rows, fused and not, with both extreme plans."""
+    _require_inductor(target)
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = tiny_llama(target, dtype)
+        take_boundaries(model)
+        batch = packed_rows(target)
+        with deterministic():
+            found = [
+                gradients(
+                    copy.deepcopy(model), batch, target, memory={"policy": policy}, fusion=fusion
+                )
+                for fusion in (False, True)
+                for policy in POLICIES
+            ]
+        for other in found[1:]:
+            differing = [n for n in found[0] if not torch.equal(found[0][n], other[n])]
+            require(not differing, f"{dtype}: other bits in {len(differing)}, {differing[:2]}")
+    return f"the same bits, fused or not, with {' and '.join(POLICIES)}"
+
+
+def _require_inductor(target: Target) -> None:
+    if (reason := inductor.why_unavailable(target.device)) is not None:
+        raise NotRunError(reason)
+
+
+CHECKS = [
+    Check(
+        name=f"fusion, {run.__name__}",
+        run=run,
+        group="fusion",
+        limit_s=120,
+        environment=ENVIRONMENT,
+    )
+    for run in (operators, steps)
+]
