@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -131,13 +131,13 @@ def ours(
     precision: Any = "32-true",
     micro_batches: int = 1,
     cuda_graphs: bool = False,
-    fusion: bool = False,
+    fusion: Literal["auto"] | bool = "auto",
 ) -> Ours:
     """Set a model up; the loss is the model's own, so the plan covers it. A step has AdamW, fused."""
     from lightning.fabric import Fabric
 
     strategy = ThunderMemsaveStrategy(
-        memory=memory, fp8=fp8, cuda_graphs=cuda_graphs, fusion=fusion or "auto"
+        memory=memory, fp8=fp8, cuda_graphs=cuda_graphs, fusion=fusion
     )
     fabric = Fabric(accelerator=target.device, devices=1, strategy=strategy, precision=precision)
     fabric.launch()
