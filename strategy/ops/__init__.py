@@ -9,7 +9,7 @@ not call, as for RMS norm:
 
 1. Write a `Kernel` in the file of its family in `families/`, or in a new file that `table.py` then lists, and for its
    gradients `Derivative`s: what they read is saved. `scratch` is what a kernel allocates unseen by fake tensors;
-   tensors that `run` makes with torch's operators are counted already.
+   tensors that `run` makes with torch's operators are counted already. What Triton launches is in `launches/`.
 2. Write its row, an `Operation`: the functions of torch that it stands for, and `run`, which has their arguments and
    returns `kernel_calls.call_kernel(...)`, or calls the function itself where the kernel does not apply. The
    row is found by the function in the captured graph; what is written as several functions becomes one in

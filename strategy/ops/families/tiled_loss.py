@@ -285,7 +285,7 @@ class LaunchedTile:
     def __init__(self, logits: Tensor, targets: Tensor, options: LossOptions) -> None:
         """Take the logits, which are overwritten: (tokens, classes)."""
         self.options, self.values = options, logits
-        self.targets, self.is_kept = targets, targets != IGNORED
+        self.targets, self.is_kept = targets.contiguous(), targets != IGNORED
         self._terms: launches.Terms | None = None
 
     def losses(self) -> Tensor:
