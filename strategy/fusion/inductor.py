@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from packaging.version import Version
 from torch import Tensor, fx
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,14 @@ def why_unavailable(device_type: str) -> str | None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).partition("\n")[0]
+
+
+def keeps_rounding(device_type: str) -> bool:
+    """Return whether `emulate_precision_casts` does: on a CPU, PyTorch 2.11 drops a cast and the one back.
+
+    2.12 was not tried, and is taken to do so too.
+    """
+    return device_type != "cpu" or Version(torch.__version__).release >= (2, 13)
 
 
 def describe() -> str:

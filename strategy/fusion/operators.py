@@ -15,6 +15,7 @@ from thunder.core import dtypes
 from thunder.core.symbol import BoundSymbol
 from torch._ops import OpOverload
 
+from thunder_memsave.fusion import inductor
 from thunder_memsave.measure.op_profile import OpProfile
 from thunder_memsave.ops import aten_operators
 from thunder_memsave.passes.symbols import is_cast
@@ -47,9 +48,14 @@ _VIEWS: frozenset[OpOverload] = frozenset(
 )
 INEXACT_ON_CUDA = frozenset({_aten.div.Tensor})
 ROUNDING_NUMBERS: frozenset[OpOverload] = frozenset(
-    {_aten.add.Tensor, _aten.sub.Tensor, _aten.threshold_backward.default}
+    {
+        *(_aten.add.Tensor, _aten.sub.Tensor, _aten.threshold_backward.default),
+        *(_aten.eq.Scalar, _aten.ne.Scalar, _aten.gt.Scalar, _aten.ge.Scalar),
+        *(_aten.lt.Scalar, _aten.le.Scalar),
+    }
 )
-"""On a CPU, PyTorch's own kernels round a number to the dtype of their tensor, and inductor's do not."""
+"""PyTorch's own kernels round a number to the dtype of their tensor, those of sums on a CPU alone; inductor's do not,
+those of comparisons before PyTorch 2.13."""
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool})
 
@@ -77,12 +83,18 @@ def kind_of(bsym: BoundSymbol, profile: OpProfile) -> Kind:
     results = [r for r in profile.results if r is not None]
     if profile.written or profile.changes_device or profile.is_random or not results:
         return Kind.OTHER
-    if any(r.layout.dtype not in _DTYPES for r in results):
+    if any(r.layout.dtype not in _dtypes(bsym) for r in results):
         return Kind.OTHER
     made = [r.storage >= profile.num_argument_storages for r in results]
     if not any(made):
         return Kind.VIEW if profile.num_argument_storages == 1 else Kind.OTHER
     return Kind.FUSES if all(made) and _is_exact(bsym, operator) else Kind.OTHER
+
+
+def _dtypes(bsym: BoundSymbol) -> frozenset[torch.dtype]:
+    """Return the dtypes of results whose numbers inductor rounds as the operator does."""
+    keeps = inductor.keeps_rounding(bsym.flat_proxy_outs[0].device.type)
+    return _DTYPES if keeps else _DTYPES - _NARROW
 
 
 def _is_exact(bsym: BoundSymbol, operator: OpOverload | None) -> bool:
