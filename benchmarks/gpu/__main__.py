@@ -14,20 +14,9 @@ from gpu.machine import asked, described
 from gpu.processes import REPORT_TO, run_all, run_here
 from gpu.report import table, update_docs, write
 
+_OF_FP8 = ("fp8", "fp8_casts")
 MODULES = {
-    "correct": (
-        *(
-            "kernels",
-            "losses",
-            "plans",
-            "fusion",
-            "fp8",
-            "fp8_casts",
-            "system",
-            "memory",
-            "offload",
-        ),
-    ),
+    "correct": ("kernels", "losses", "plans", "fusion", *_OF_FP8, "system", "memory", "offload"),
     "speed": ("rates", "speed", "anchors"),
     "product": ("product",),
     "ranks": ("ranks",),

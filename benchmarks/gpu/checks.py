@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -64,6 +66,21 @@ class Outcome:
 
 class NotRunError(Exception):
     """A check cannot run here; the message says what it lacks."""
+
+
+def require_triton(target: Target, why_not: Callable[[], str | None]) -> None:
+    """Raise `NotRunError` where neither a GPU, as `why_not` says, nor Triton's interpreter runs kernels."""
+    reason = why_not() if target.is_cuda else _why_not_interpreted()
+    if reason is not None:
+        raise NotRunError(reason)
+
+
+def _why_not_interpreted() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return "TRITON_INTERPRET is not 1, and Triton launches nothing on a CPU"
+    return None
 
 
 class WrongError(Exception):

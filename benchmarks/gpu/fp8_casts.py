@@ -5,14 +5,12 @@ On a CPU it runs under Triton's interpreter, where Triton is installed and `TRIT
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from gpu.checks import Check, NotRunError, Target, require
+from gpu.checks import Check, Target, require, require_triton
 from thunder_memsave.fp8.kernels import one_launch, torch_backend
 
 _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -22,7 +20,7 @@ _NAN, _INF = float("nan"), float("inf")
 
 def casts(target: Target) -> str:
     """Cast every 16-bit number, float32 ones, and matrices in several layouts, with one scale."""
-    _require_triton(target)
+    require_triton(target, one_launch.why_not)
     compared = 0
     for name, x in {**_numbers(), **_layouts()}.items():
         for dtype in _DTYPES:
@@ -52,7 +50,7 @@ def _require_same_cast(
 
 def blocks(target: Target) -> str:
     """Cast blocks with scales of their own, and transpose the result."""
-    _require_triton(target)
+    require_triton(target, one_launch.why_not)
     compared = 0
     for name, x in _matrices():
         for dtype in _DTYPES:
@@ -68,21 +66,6 @@ def blocks(target: Target) -> str:
                     _require_same(f"transpose of {about}", transposed, expected[0].t())
                     compared += x.numel()
     return f"{compared:,} numbers, their scales and transposes have the CPU's bits"
-
-
-def _require_triton(target: Target) -> None:
-    reason = one_launch.why_not() if target.is_cuda else why_not_interpreted()
-    if reason is not None:
-        raise NotRunError(reason)
-
-
-def why_not_interpreted() -> str | None:
-    """Return why Triton's interpreter does not run kernels on this CPU; None: it does."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return "TRITON_INTERPRET is not 1, and Triton launches nothing on a CPU"
-    return None
 
 
 def _numbers() -> Mapping[str, Tensor]:

@@ -12,12 +12,12 @@ from gpu.checks import Check, NotRunError, Target, require
 from gpu.plans import (
     ENVIRONMENT,
     POLICIES,
-    deterministic,
     gradients,
     packed_rows,
     tiny_llama,
 )
 from thunder_memsave.finetune.model.documents_apart import take_boundaries
+from thunder_memsave.finetune.process.deterministic import unfilled_choice
 from thunder_memsave.fusion import inductor
 from thunder_memsave.fusion.operators import EXACT, INEXACT_ON_CUDA
 
@@ -78,7 +78,7 @@ def steps(target: Target) -> str:
         model = tiny_llama(target, dtype)
         take_boundaries(model)
         batch = packed_rows(target)
-        with deterministic():
+        with unfilled_choice():
             found = [
                 gradients(
                     copy.deepcopy(model), batch, target, memory={"policy": policy}, fusion=fusion

@@ -14,8 +14,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from gpu.checks import Check, Measured, NotRunError, Target, require
-from gpu.fp8_casts import why_not_interpreted
+from gpu.checks import Check, Measured, Target, require, require_triton
 from gpu.models import synchronized_s
 from thunder_memsave.ops.families.tiled_loss import IGNORED, LaunchedTile, LossOptions, Tile
 from thunder_memsave.ops.launches import losses as launches
@@ -42,9 +41,7 @@ _MOST = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 def in_one_launch(target: Target) -> Measured:
     """Compare losses and gradients with float64, and with those of PyTorch's operators in float32."""
-    reason = launches.why_not() if target.is_cuda else why_not_interpreted()
-    if reason is not None:
-        raise NotRunError(reason)
+    require_triton(target, launches.why_not)
     of_losses, of_gradients = 0.0, 0.0
     for about, logits, targets, options in _cases(target):
         factors = torch.rand(_ROWS, device=target.device) + 0.5

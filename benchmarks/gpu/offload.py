@@ -24,7 +24,8 @@ from gpu.models import (
     token_ids,
     with_lora,
 )
-from gpu.plans import ENVIRONMENT, deterministic
+from gpu.plans import ENVIRONMENT
+from thunder_memsave.finetune.process.deterministic import unfilled_choice
 from thunder_memsave.materialize import host_weights
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.devices import DEVICES
@@ -67,7 +68,7 @@ def bandwidth(target: Target) -> Measured:
     )
 
 
-@deterministic()
+@unfilled_choice()
 def optimizer_states(target: Target) -> Measured:
     """Take the same steps with states on the device and on the host."""
     device = _run(target, {"policy": "keep_all"})
@@ -78,7 +79,7 @@ def optimizer_states(target: Target) -> Measured:
     return Measured(line=line, numbers={"device": device.numbers, "host": host.numbers})
 
 
-@deterministic()
+@unfilled_choice()
 def activations(target: Target) -> Measured:
     """Take the same steps with everything kept, and half way between that and the smallest budget, with offload.
 
@@ -98,7 +99,7 @@ def activations(target: Target) -> Measured:
     return Measured(line=line, numbers=numbers)
 
 
-@deterministic()
+@unfilled_choice()
 def frozen_weights(target: Target) -> Measured:
     """Take the same steps of adapters with the frozen weights of all layers on the device and on the host."""
     keep: dict[str, Any] = {"policy": "keep_all"}

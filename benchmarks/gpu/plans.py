@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ from gpu.checks import Check, Target, require
 from gpu.kernels import error_of
 from gpu.models import default_dtype
 from thunder_memsave.finetune.model.documents_apart import take_boundaries
+from thunder_memsave.finetune.process.deterministic import unfilled_choice
 from thunder_memsave.ops.families.packed_attention import boundaries_of
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
@@ -24,23 +24,8 @@ VOCABULARY = 512
 Gradients = Mapping[str, Tensor]
 
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Without it cuBLAS has other bits in every run."""
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Let kernels add in a fixed order: backward of attention adds atomically otherwise.
-
-    Not with `warn_only`: flash attention then warns, and adds atomically.
-    """
-    memory: Any = torch.utils.deterministic
-    is_filled, memory.fill_uninitialized_memory = memory.fill_uninitialized_memory, False
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        memory.fill_uninitialized_memory = is_filled
+"""Without it cuBLAS has other bits in every run; nor may `use_deterministic_algorithms` only warn: flash attention then
+adds atomically."""
 
 
 def gpt2(target: Target, dtype: torch.dtype) -> nn.Module:
@@ -156,7 +141,7 @@ def parity(
     batch = packed_rows(target) if packed else rows(target)
     exact = eager_gradients(copy.deepcopy(model).float(), batch)
     eager = eager_gradients(copy.deepcopy(model), batch)
-    with deterministic():
+    with unfilled_choice():
         kept, recomputed = (
             gradients(copy.deepcopy(model), batch, target, memory={"policy": policy})
             for policy in POLICIES
@@ -216,7 +201,7 @@ def cuda_graphs(target: Target) -> str:
     lora = peft.LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.25)
     model = peft.get_peft_model(base, lora)
     batches = [packed_rows(target) for _ in range(6)]
-    with deterministic():
+    with unfilled_choice():
         found = [
             _trained(copy.deepcopy(model), batches, target, cuda_graphs=graphs)
             for graphs in (False, True)

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpu.checks import Check, Target, WrongError, require
-from gpu.plans import ENVIRONMENT, deterministic, rows, tiny_llama
+from gpu.plans import ENVIRONMENT, rows, tiny_llama
 from thunder_memsave.compat.foreign_messages import missing_bytes
 from thunder_memsave.distributed import transport
+from thunder_memsave.finetune.process.deterministic import unfilled_choice
 from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 _MIB = 2**20
@@ -116,7 +117,7 @@ class _Training:
 
 def checkpoint(target: Target) -> str:
     """Save after two steps, take a third, load into another model, take it again, and compare bits."""
-    with tempfile.TemporaryDirectory() as directory, deterministic():
+    with tempfile.TemporaryDirectory() as directory, unfilled_choice():
         path = Path(directory, "checkpoint")
         training = _Training(target)
         training.step()

@@ -80,6 +80,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).partition("\n")[0]
 
 
+@cache
 def keeps_rounding(device_type: str) -> bool:
     """Return whether `emulate_precision_casts` does: on a CPU, PyTorch 2.11 drops a cast and the one back.
 

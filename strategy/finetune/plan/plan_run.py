@@ -40,7 +40,7 @@ from thunder_memsave.finetune.plan.fp8_planned import (
 from thunder_memsave.finetune.plan.host_loading import HostLoading, host_loading
 from thunder_memsave.finetune.plan.planned_ranks import ranks_per_node
 from thunder_memsave.finetune.plan.run_planner import RunPlanner
-from thunder_memsave.finetune.process.deterministic import deterministic_choice
+from thunder_memsave.finetune.process.deterministic import unfilled_choice
 from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.training.caller_memory import caller_memory
@@ -293,20 +293,9 @@ def _precision(config: RunConfig, device: Device) -> AbstractContextManager[obje
     return torch.autocast("cpu", dtype=dtype) if device.name == "cpu" else autocast_of_cuda(dtype)
 
 
-@contextmanager
-def _determinism(config: RunConfig) -> Iterator[None]:
+def _determinism(config: RunConfig) -> AbstractContextManager[None]:
     """Choose kernels as a run does that asks for deterministic ones; memory is not filled, there is none."""
-    if not config.train.deterministic:
-        yield
-        return
-    memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
-    with deterministic_choice():
-        memory.fill_uninitialized_memory = False
-        try:
-            yield
-        finally:
-            memory.fill_uninitialized_memory = filled
+    return unfilled_choice() if config.train.deterministic else nullcontext()
 
 
 def _inputs(objective: Objective[Any], *, num_rows: int) -> dict[str, Any]:

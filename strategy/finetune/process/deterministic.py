@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -38,3 +39,16 @@ def deterministic_choice() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(mode=before, warn_only=warned)
+
+
+@contextmanager
+def unfilled_choice() -> Iterator[None]:
+    """Choose as `deterministic_choice` does, and leave new memory as it is: to plan, or to time steps."""
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    with deterministic_choice():
+        memory.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            memory.fill_uninitialized_memory = filled

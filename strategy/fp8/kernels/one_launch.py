@@ -6,7 +6,6 @@ In: a tensor on a CUDA device. Out: its fp8 numbers. `torch_backend` computes in
 from __future__ import annotations
 
 import importlib
-import logging
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -17,9 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.aten.record import FP8_DTYPES, once_through_memory
 from thunder_memsave.ops.launches import available
-from thunder_memsave.ops.launches.available import has_numbers
-
-_log = logging.getLogger(__name__)
 
 _CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ELEMENTS = 4096
@@ -56,14 +52,11 @@ def why_not() -> str | None:
         one = torch.ones(1, device="cuda")
         cast(one, one, torch.float8_e4m3fn)
 
-    reason = available.why_not(launch)
-    if reason is not None:
-        _log.warning(
-            "%s: fp8's torch backend casts in chunks of 4 Mi elements with 9 launches each, which takes longer than "
-            "one kernel; install `triton` and a C compiler.",
-            reason,
-        )
-    return reason
+    return available.why_not(
+        launch,
+        instead="fp8's torch backend casts in chunks of 4 Mi elements with 9 launches each, which takes longer than "
+        "one kernel",
+    )
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, raised: Tensor | None = None) -> Tensor:
@@ -119,7 +112,7 @@ def _cast(
     source = x.reshape(-1)
     quantized = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     with once_through_memory(x, quantized):
-        if not has_numbers(x):
+        if not available.has_numbers(x):
             if raised is not None:
                 raised.zero_()  # tells the planner that it is written
             return quantized
@@ -149,7 +142,7 @@ def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of the elements that are not NaN, 0-dim float32; 0 if there is none."""
     source, largest = x.reshape(-1), x.new_zeros((), dtype=torch.float32)
     with once_through_memory(x):
-        if has_numbers(x) and x.numel():
+        if available.has_numbers(x) and x.numel():
             with torch.cuda.device_of(x):
                 grid = (-(-x.numel() // _ELEMENTS),)
                 _kernels().amax_kernel[grid](source, largest, x.numel(), BLOCK=_ELEMENTS, **_EXACT)
@@ -180,7 +173,7 @@ def quantize_block(
     scale_inv = x.new_empty((down, across), dtype=torch.float32)
     rows_each = _ROWS if block_rows == 1 else block_rows
     with once_through_memory(x, quantized, scale_inv):
-        if has_numbers(x) and x.numel():
+        if available.has_numbers(x) and x.numel():
             with torch.cuda.device_of(x):
                 _kernels().cast_blocks_kernel[(-(-rows // rows_each), across)](
                     x,
@@ -205,7 +198,7 @@ def quantize_block(
 
 def transpose(q: Tensor) -> Tensor:
     """Copy a contiguous fp8 matrix `[rows, columns]` to `[columns, rows]`."""
-    if not has_numbers(q):
+    if not available.has_numbers(q):
         return q.t().contiguous()
     rows, columns = q.shape
     transposed = q.new_empty(columns, rows)

@@ -163,9 +163,9 @@ def losses_in_tiles(
             is_rounded = False
         make = WideSums if is_rounded else Sums
         sums = make(hidden, head, wanted, make_gradients, is_on_cuda=is_on_cuda)
+    make_tile = LaunchedTile if in_one_launch else Tile
     for rows in tiles_of(targets, places, rows_per_tile):
         of_rows = hidden[rows]
-        make_tile = LaunchedTile if in_one_launch else Tile
         tile = make_tile(head.logits(of_rows), targets[rows], options)
         losses[rows] = tile.losses()
         if factors is not None and sums is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable
 
 import torch
@@ -10,9 +11,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+_log = logging.getLogger(__name__)
 
-def why_not(launch: Callable[[], object]) -> str | None:
-    """Return why a launch on this machine's CUDA device fails, with its error in parentheses; None: it does not."""
+
+def why_not(launch: Callable[[], object], *, instead: str) -> str | None:
+    """Return why a launch on this machine's CUDA device fails, which is logged; None: it does not.
+
+    Args:
+        launch: Tries it.
+        instead: A sentence's rest for the log: what runs where it fails, and what that costs.
+    """
+    if (reason := _failure(launch)) is not None:
+        _log.warning("%s: %s; install `triton` and a C compiler.", reason, instead)
+    return reason
+
+
+def _failure(launch: Callable[[], object]) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     try:

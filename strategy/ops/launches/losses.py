@@ -7,7 +7,6 @@ does not run, and for dtypes that need no copy.
 from __future__ import annotations
 
 import importlib
-import logging
 from functools import cache
 from types import ModuleType
 from typing import NamedTuple
@@ -18,8 +17,6 @@ from torch import Tensor
 from thunder_memsave.aten.record import once_through_memory
 from thunder_memsave.ops.cuda_device import device_of, is_here
 from thunder_memsave.ops.launches import available
-
-_log = logging.getLogger(__name__)
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _OF_ROW, _OF_ROW_WARPS = 8192, 16
@@ -33,7 +30,7 @@ class Terms(NamedTuple):
 
     largest: Tensor
     logarithm: Tensor
-    """Of the sum of exponentials of numbers less the largest."""
+    """The logarithm of the sum of exponentials of numbers less the largest."""
     total: Tensor | None
     """Sum of the numbers, where it was asked for."""
 
@@ -50,22 +47,13 @@ def applies(logits_like: Tensor, dtype: torch.dtype) -> bool:
 
 @cache
 def why_not() -> str | None:
-    """Return why Triton launches nothing on this machine's CUDA device, which is logged; None: it does.
-
-    The first call tries it.
-    """
+    """Return why Triton launches nothing on this machine's CUDA device; None: it does. The first call tries it."""
 
     def launch() -> None:
         terms_of(torch.zeros(1, 1, dtype=torch.bfloat16, device="cuda"))
 
-    reason = available.why_not(launch)
-    if reason is not None:
-        _log.warning(
-            "%s: losses copy their logits to float32 and go through them five times, which takes longer than one "
-            "kernel; install `triton` and a C compiler.",
-            reason,
-        )
-    return reason
+    instead = "losses copy their logits to float32 and go through them five times, which takes longer than one kernel"
+    return available.why_not(launch, instead=instead)
 
 
 def terms_of(

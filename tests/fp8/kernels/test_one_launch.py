@@ -103,20 +103,6 @@ def test_numbers_on_the_cpu_and_in_float64_stay_with_pytorch() -> None:
 
 
 @pytest.mark.usefixtures("_untried")
-def test_that_triton_is_missing_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with caplog.at_level(logging.WARNING):
-        assert one_launch.why_not() == one_launch.why_not() == "Triton is not installed"
-    (said,) = caplog.messages
-    assert said == (
-        "Triton is not installed: fp8's torch backend casts in chunks of 4 Mi elements with 9 launches each, which "
-        "takes longer than one kernel; install `triton` and a C compiler."
-    )
-
-
-@pytest.mark.usefixtures("_untried")
 def test_a_triton_that_cannot_launch_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

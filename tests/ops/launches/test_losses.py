@@ -5,9 +5,6 @@ What the kernels compute is compared by `make gpu-correct`, and under Triton's i
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -29,13 +26,6 @@ from thunder_memsave.ops.launches import losses
 TOKENS, WIDTH, CLASSES, ROWS = 64, 32, 4096, 16
 LOGITS_BYTES = 2 * ROWS * CLASSES
 CAPPED = LossOptions(label_smoothing=0.1, z_loss=1e-3, soft_cap=30.0, logit_scale=0.5)
-
-
-@pytest.fixture
-def _untried() -> Iterator[None]:
-    losses.why_not.cache_clear()
-    yield
-    losses.why_not.cache_clear()
 
 
 def recorded(options: LossOptions, *, in_one_launch: bool) -> AtenRecord:
@@ -94,17 +84,3 @@ def test_targets_need_not_be_contiguous() -> None:
     tile = LaunchedTile(torch.zeros(4, 12, dtype=torch.bfloat16), targets, LossOptions())
     assert tile.targets.is_contiguous()
     assert torch.equal(tile.targets, targets)
-
-
-@pytest.mark.usefixtures("_untried")
-def test_that_triton_is_missing_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with caplog.at_level(logging.WARNING):
-        assert losses.why_not() == losses.why_not() == "Triton is not installed"
-    (said,) = caplog.messages
-    assert said == (
-        "Triton is not installed: losses copy their logits to float32 and go through them five times, which takes "
-        "longer than one kernel; install `triton` and a C compiler."
-    )
