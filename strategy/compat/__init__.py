@@ -18,6 +18,7 @@ from thunder_memsave.compat import (
     dynamo_compile_metrics,
     dynamo_function_names,
     hidden_transformer_engine,
+    ignored_mark_dirty,
     padded_encoders,
     repeated_thunder_work,
     torch213_named_tensors,
@@ -35,6 +36,7 @@ def apply() -> None:
     dynamo_function_names.apply()
     padded_encoders.apply()
     dynamo_compile_metrics.apply()
+    ignored_mark_dirty.apply()
     repeated_thunder_work.apply()
 
 
