@@ -27,7 +27,7 @@ _PLAIN = (bool, int, float, str, type(None), type(...), torch.dtype, torch.devic
 
 @dataclass(frozen=True)
 class EqualLayers:
-    """Equal layers of a graph, at least `FEWEST`, in their order."""
+    """Equal layers of a graph in their order; `equal_layers` finds at least `FEWEST`."""
 
     nodes: tuple[tuple[fx.Node, ...], ...]
     """Of each layer, aligned."""
@@ -66,6 +66,26 @@ def equal_layers(
     return None if found is None else search.layers(found)
 
 
+def row_of(
+    layers: Sequence[Sequence[fx.Node]],
+    graph: fx.Graph,
+    index_of: Mapping[fx.Node, int],
+    facts: Callable[[int], Any],
+) -> EqualLayers | None:
+    """Return these layers, each right after the one before; None: they are not equal.
+
+    Args:
+        layers: The nodes of each, at least two layers.
+        graph: As for `equal_layers`, and so are the next.
+        index_of: Indices of operands by their nodes.
+        facts: Returns what operands that are alike have in common.
+    """
+    length = len(layers[0])
+    if not length or any(len(layer) != length for layer in layers):
+        return None
+    return _Search(graph, index_of, facts).row(layers[0][0], length, len(layers))
+
+
 @dataclass(frozen=True, slots=True)
 class _Stretch:
     """Nodes `begin` to `begin + num_nodes`, each equal to the one `length` after it, if that is among them."""
@@ -94,6 +114,14 @@ class _Search:
             found = [(n, -begin) for begin, (equal, n) in zip(begins, runs, strict=True) if equal]
             if found and (longest := max(found))[0] >= (FEWEST - 1) * length:
                 yield _Stretch(-longest[1], longest[0] + length, length)
+
+    def row(self, first: fx.Node, length: int, count: int) -> EqualLayers | None:
+        """Return as many layers from a node on; None: they are not equal."""
+        begin = self._at[first]
+        end = begin + length * (count - 1)
+        if not all(self._is_equal(i, i + length) for i in range(begin, end)):
+            return None
+        return self.layers(_Stretch(begin, length * count, length))
 
     def layers(self, stretch: _Stretch) -> EqualLayers | None:
         """Return the layers of a stretch; None: they read more than the layer before and what is in no layer."""

@@ -183,14 +183,13 @@ class CallCompiler:
         return _Traced(captured, lowered, compile_data, code)
 
     def _captured(self, module: nn.Module, call: Call, reason: str) -> Capture:
-        """Capture the call; for a plan, with few of many equal layers, which are all that it needs to see."""
-        is_of_mode = self.fp8 is not None
-        if self.target is not None:
-            found = capture_few_layers(module, call, reason=reason, is_of_mode=is_of_mode)
-            if found is not None:
-                return found
-        return capture(
-            module, call, reason=reason, is_guarded=self.target is None, is_of_mode=is_of_mode
+        """Capture the call: with few of many equal layers, where they are what tells of all."""
+        is_guarded, is_of_mode = self.target is None, self.fp8 is not None
+        few = capture_few_layers(
+            module, call, reason=reason, is_guarded=is_guarded, is_of_mode=is_of_mode
+        )
+        return few or capture(
+            module, call, reason=reason, is_guarded=is_guarded, is_of_mode=is_of_mode
         )
 
     @property

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -26,7 +26,12 @@ from torch._dynamo.hooks import Hooks
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
-from thunder_memsave.compat import dora_weights, recorded_outputs, wrapped_parameters
+from thunder_memsave.compat import (
+    dora_weights,
+    recorded_outputs,
+    stale_tensor_guards,
+    wrapped_parameters,
+)
 from thunder_memsave.compat.timed_guards import not_timed
 from thunder_memsave.errors import CaptureError, user_frame
 from thunder_memsave.frontend.calls import Call
@@ -44,8 +49,12 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "allow_rnn": True,
         # Dynamo does not guard the hooks of submodules unless told to.
         "skip_nnmodule_hook_guards": False,
+        **stale_tensor_guards.settings(),
     }
 )
+
+
+Trace = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,31 @@ class Capture:
         """Return the method with its tensor work replaced by `run_graph(*inputs) -> outputs`."""
         return self._make_callable(run_graph)
 
+    def with_inputs(
+        self,
+        module: nn.Module,
+        inputs: Sequence[GraphInput],
+        complete: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    ) -> Capture:
+        """Return the capture for a graph that was given more weights of the module.
+
+        Args:
+            module: The module whose method was captured.
+            inputs: All inputs of the graph.
+            complete: Returns the tensors for them, from those that the method gives.
+        """
+        make_callable = self._make_callable
+
+        def make_completing(run_graph: Callable[..., Any]) -> Callable[..., Any]:
+            return make_callable(lambda *given: run_graph(*complete(given)))
+
+        return replace(
+            self,
+            inputs=inputs,
+            _make_callable=make_completing,
+            _sharded=_sharded_slots(module, used={id(i.tensor) for i in inputs}),
+        )
+
     def _mode_unchanged(self) -> bool:
         """Return whether the mode is unchanged, if it matters; Dynamo guards it only where the code reads it."""
         return (
@@ -152,6 +186,7 @@ def capture(
     reason: str,
     is_guarded: bool = True,
     is_of_mode: bool = False,
+    trace: Trace = lambda whole: whole(),
 ) -> Capture:
     """Trace `call` of a method of `module` into one graph.
 
@@ -165,6 +200,7 @@ def capture(
         reason: The reason for this capture.
         is_guarded: Whether later calls will be matched against it; guards take a third of the time.
         is_of_mode: Whether `train` and `eval` change the result beyond what the module's code reads (fp8's amax).
+        trace: Gets the function that has Dynamo trace the call, and returns what Dynamo found.
 
     Raises:
         CaptureError: The method cannot be one graph; the message names the user's file and line.
@@ -176,7 +212,7 @@ def capture(
             take_back(p)
     grad_enabled = torch.is_grad_enabled()
     with full_shapes(module) as originals, _dynamo_settings(), _errors_name_user_code(call):
-        output = _graph_of(module, call, originals)
+        output = trace(lambda: _graph_of(module, call, originals))
         guards = _build_guards(output, call, swapped=originals) if is_guarded else None
         make_callable = _callable_maker(output, call)
         flat = _flat_inputs(make_callable, call)

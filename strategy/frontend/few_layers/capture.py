@@ -1,10 +1,13 @@
-"""Captures a module with the layers at both ends of a list of equal ones, and adds the others to the graph."""
+"""Captures a module with the first layers of a list of equal ones and the last, and adds the others to the graph.
+
+It is captured with one layer less too: where the two differ in more than that layer, all layers are captured.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from thunder_memsave.aten.equal_layers import equal_layers
+from thunder_memsave.aten.equal_layers import row_of
 from thunder_memsave.errors import CaptureError, ThunderMemsaveError
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.capture import Capture, GraphInput, capture
 from thunder_memsave.frontend.few_layers.equal_modules import differences
+from thunder_memsave.frontend.few_layers.other_guards import UnknownGuardError, guard_others
 from thunder_memsave.frontend.few_layers.plain_loops import LayerList, longest_list
+from thunder_memsave.frontend.few_layers.same_code import (
+    Pairing,
+    does_as_much_else,
+    names_elsewhere,
+)
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
 
-_AT_EACH_END = 4
-_FEWEST = 12
+_FIRST = 3
+"""Layers that are captured of the first ones, and one of the last; the one before it stands for all between."""
+_MODEL = _FIRST - 1
+_FEWEST = 16
 """Fewest layers for which it pays."""
 
 
@@ -40,30 +51,85 @@ class _Unread:
 
 
 def capture_few_layers(
-    module: nn.Module, call: Call, *, reason: str, is_of_mode: bool
+    module: nn.Module, call: Call, *, reason: str, is_guarded: bool, is_of_mode: bool
 ) -> Capture | None:
     """Return the capture of a whole module; None: it has no long list of equal layers that are called alike.
 
     Args:
         module: The module whose method is called; nothing of it changes.
         call: The call to trace.
-        reason: As for `capture`, and so is the next.
+        reason: As for `capture`, and so are the next.
+        is_guarded: Whether later calls will be matched against it.
         is_of_mode: Whether the module's mode changes the result.
     """
     found = longest_list(module)
-    if found is None or len(found.layers) < _FEWEST:
+    if found is None or len(found.layers) < _FEWEST or _is_known_elsewhere(module, found):
         return None
     differing = differences(list(found.layers))
     if differing is None:
         return None
-    count = len(found.layers)
-    kept = [*range(_AT_EACH_END), *range(count - _AT_EACH_END, count)]
+    few = _FewLayers(found, differing, is_guarded=is_guarded)
     try:
-        with _shortened(found, kept), _unreadable(found, kept, differing):
-            captured = capture(module, call, reason=reason, is_guarded=False, is_of_mode=is_of_mode)
+        captured = capture(
+            module,
+            call,
+            reason=reason,
+            is_guarded=is_guarded,
+            is_of_mode=is_of_mode,
+            trace=few.trace,
+        )
         return _Completed(captured, module, found).capture()
-    except (CaptureError, _NotAlikeError):  # the whole module says what cannot be captured
-        return None
+    except (CaptureError, UnknownGuardError, _NotAlikeError):
+        return None  # the whole module says what cannot be captured
+
+
+def _is_known_elsewhere(module: nn.Module, found: LayerList) -> bool:
+    """Return whether another attribute than that of its owner leads to the list or to one of its layers."""
+    layers = found.layers
+    ours = {id(layers), *map(id, layers)}
+    num_known = 0
+    for value in (each for owner in module.modules() for each in vars(owner).values()):
+        held = tuple(value.values()) if isinstance(value, dict) else value
+        each = held if isinstance(held, (list, tuple, set)) else (held,)
+        num_known += sum(id(known) in ours for known in each)
+    return num_known != len(ours)
+
+
+@dataclass(frozen=True, slots=True)
+class _FewLayers:
+    """Captures a module with few of its layers, and with one less."""
+
+    found: LayerList
+    differing: Sequence[Mapping[str, Any]]
+    """By layer: the attributes in which they differ."""
+    is_guarded: bool
+
+    def trace(self, trace: Callable[[], Any]) -> Any:
+        """Return what Dynamo finds with few layers, with the guards of all."""
+        last = len(self.found.layers) - 1
+        kept = [*range(_FIRST), last]
+        with _unreadable(self.found, kept, self.differing):
+            with _shortened(self.found, kept):
+                output = trace()
+            with _shortened(self.found, [i for i in kept if i != _MODEL]):
+                fewer = trace()
+        self._compare(output, fewer)
+        if self.is_guarded:
+            guard_others(output, self.found.path, _MODEL, range(_FIRST, last))
+        return output
+
+    def _compare(self, output: Any, fewer: Any) -> None:
+        """Refuse what depends on the number of layers."""
+        graph, other = (each.backend_input.graph_module.graph for each in (output, fewer))
+        made, made_with_fewer = (each.graph_capture_output for each in (output, fewer))
+        loop = inspect.unwrap(type(self.found.owner).forward).__code__
+        if names_elsewhere(made.traced_code, loop, self.found.name):
+            raise _NotAlikeError("other code may count the layers")
+        added, before = (_all_of(output, self.found, each) for each in (_MODEL, _MODEL - 1))
+        if len(added) != len(before) or not Pairing(graph, added, before).equals(other):
+            raise _NotAlikeError("the number of layers changes more than their number")
+        if not does_as_much_else(made.bytecode, made_with_fewer.bytecode):
+            raise _NotAlikeError("layers do more than to compute")
 
 
 @contextmanager
@@ -106,18 +172,17 @@ class _Completed:
     found: LayerList
 
     def capture(self) -> Capture:
-        """Add the layers between the last of the first ones and the first of the last ones."""
+        """Add the layers between the first ones and the last."""
         graph = self.captured.graph
         if changed_storages(graph):
             raise _NotAlikeError("values that are changed in place")
         own = self._own_operands()
-        before, model, after = self._segments()
-        self._check(before, model, after, own)
-        last = len(self.found.layers) - _AT_EACH_END
-        made = model
+        _, before, model, after = segments = self._segments()
+        self._check(segments, own)
         inputs = dict(zip(self._placeholders, self.captured.inputs, strict=True))
-        at = own[-1]
-        for layer in range(_AT_EACH_END, last):
+        given = list(inputs)
+        made, at = model, own[-1]
+        for layer in range(_FIRST, len(self.found.layers) - 1):
             operands = {}
             for operand in own:
                 at = operands[operand] = self._operand(operand, layer, inputs, after=at)
@@ -130,8 +195,14 @@ class _Completed:
                 if read in pairs:
                     node.replace_input_with(read, pairs[read])
         graph.recompile()
-        return dataclasses.replace(
-            self.captured, inputs=[inputs[node] for node in self._placeholders]
+        placeholders = self._placeholders
+        weights = [id(inputs[node].tensor) for node in placeholders]
+        if len(set(weights)) != len(weights):
+            raise _NotAlikeError("layers share weights")
+        return self.captured.with_inputs(
+            self.module,
+            [inputs[node] for node in placeholders],
+            _completion(self.module, [inputs[n] for n in placeholders], set(given), placeholders),
         )
 
     @property
@@ -140,7 +211,7 @@ class _Completed:
 
     def _own_operands(self) -> list[fx.Node]:
         """Return the operands of the layer that is a model for others, which must be side by side."""
-        prefix = f"{self.found.path}.{_AT_EACH_END - 1}."
+        prefix = f"{self.found.path}.{_MODEL}."
         pairs = list(zip(self._placeholders, self.captured.inputs, strict=True))
         places = [i for i, (_, each) in enumerate(pairs) if each.name.startswith(prefix)]
         if not places or places != list(range(places[0], places[-1] + 1)):
@@ -148,10 +219,10 @@ class _Completed:
         return [pairs[i][0] for i in places]
 
     def _segments(self) -> list[list[fx.Node]]:
-        """Return the nodes of the layer before the model, of the model, and of the one after it."""
-        keys = (_AT_EACH_END - 2, _AT_EACH_END - 1, len(self.found.layers) - _AT_EACH_END)
+        """Return the nodes of each captured layer, which must be one right after the other."""
         nodes = [n for n in self.captured.graph.graph.nodes if not _is_end(n)]
-        layers = [self._layer_of(node) for node in nodes]
+        layers = [_layer_of(node, self.found) for node in nodes]
+        keys = (*range(_FIRST), len(self.found.layers) - 1)
         segments = [
             [n for n, key in zip(nodes, layers, strict=True) if key == each] for each in keys
         ]
@@ -161,51 +232,30 @@ class _Completed:
             raise _NotAlikeError("nodes of a layer are apart")
         return segments
 
-    def _layer_of(self, node: fx.Node) -> int | None:
-        """Return the index of the layer that a node is in, by its modules."""
-        paths = (path for path, _ in (node.meta.get("nn_module_stack") or {}).values())
-        for path in paths:
-            if match := self._in_list.search(path):
-                return int(match[1])
-        return None
-
-    @property
-    def _in_list(self) -> re.Pattern[str]:
-        return re.compile(rf"\.{re.escape(self.found.name)}\.(\d+)(?=\.|$)")
-
-    def _check(
-        self,
-        before: Sequence[fx.Node],
-        model: Sequence[fx.Node],
-        after: Sequence[fx.Node],
-        own: Sequence[fx.Node],
-    ) -> None:
-        """Refuse layers that are not equal, as `equal_layers` finds them, or that others than the next read."""
+    def _check(self, segments: Sequence[Sequence[fx.Node]], own: Sequence[fx.Node]) -> None:
+        """Refuse layers that are not equal, or that others than the next read."""
         graph, placeholders = self.captured.graph.graph, self._placeholders
         index_of = {node: i for i, node in enumerate(placeholders)}
         facts = [_facts(each) for each in self.captured.inputs]
-        row = equal_layers(graph, index_of, facts.__getitem__)
-        length = len(model)
-        if row is None or len(row.nodes[0]) != length or len(before) != length:
-            raise _NotAlikeError("layers differ")
-        in_row = [node for layer in row.nodes for node in layer]
-        around = [*before, *model, *after]
-        first = in_row.index(around[0]) if around[0] in in_row else len(in_row)
-        if in_row[first : first + len(around)] != around:
+        _, before, model, after = segments
+        row = row_of([before, model, after], graph, index_of, facts.__getitem__)
+        if row is None:
             raise _NotAlikeError("layers differ")
         inside, following = set(model), set(after)
         if any(user not in inside | following for node in model for user in node.users):
             raise _NotAlikeError("others read a layer")
-        read = {a for node in model for a in node.all_input_nodes if a in index_of}
-        shared = {a for node in after for a in node.all_input_nodes if a in index_of}
-        if read - shared != set(own):
+        operands = [placeholders[i] for i in row.operands[1]]
+        if set(operands) != set(own) or any(u not in inside for n in own for u in n.users):
             raise _NotAlikeError("a layer reads operands of others")
+        last = f"{self.found.path}.{len(self.found.layers) - 1}."
+        if any(not self.captured.inputs[i].name.startswith(last) for i in row.operands[2]):
+            raise _NotAlikeError("the last layer reads operands of others")
 
     def _operand(
         self, model: fx.Node, layer: int, inputs: dict[fx.Node, GraphInput], *, after: fx.Node
     ) -> fx.Node:
         """Add the operand of a layer that is as one of the model's."""
-        prefix = f"{self.found.path}.{_AT_EACH_END - 1}."
+        prefix = f"{self.found.path}.{_MODEL}."
         name = f"{self.found.path}.{layer}.{inputs[model].name.removeprefix(prefix)}"
         kind = inputs[model].kind
         tensor = (
@@ -213,9 +263,7 @@ class _Completed:
         )
         graph = self.captured.graph.graph
         with graph.inserting_after(after):
-            node = graph.placeholder(
-                str(model.target).replace(f"_{_AT_EACH_END - 1}_", f"_{layer}_")
-            )
+            node = graph.placeholder(str(model.target).replace(f"_{_MODEL}_", f"_{layer}_"))
         node.meta = {k: v for k, v in model.meta.items() if k != "grapharg"}
         node.meta |= self._changed(model, layer)
         node.meta["example_value"] = _another(model.meta["example_value"])
@@ -245,12 +293,64 @@ class _Completed:
         """Return what is known otherwise of the same node of another layer: its modules."""
         if not (stack := node.meta.get("nn_module_stack")):
             return {}
-        named = f".{self.found.name}.{layer}"
+        in_list, named = _in_list(self.found), f".{self.found.name}.{layer}"
         modules = {
-            f"{key}@{layer}": (self._in_list.sub(lambda _: named, path, count=1), kind)
+            f"{key}@{layer}": (in_list.sub(lambda _: named, path, count=1), kind)
             for key, (path, kind) in stack.items()
         }
         return {"nn_module_stack": modules}
+
+
+def _completion(
+    module: nn.Module,
+    inputs: Sequence[GraphInput],
+    given: Collection[fx.Node],
+    placeholders: Sequence[fx.Node],
+) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """Return a function that adds the weights of the layers that were not captured, as they are now."""
+    slots = [
+        None if node in given else _slot(module, each)
+        for node, each in zip(placeholders, inputs, strict=True)
+    ]
+
+    def complete(tensors: Sequence[Tensor]) -> list[Tensor]:
+        remaining = iter(tensors)
+        return [next(remaining) if slot is None else slot[0][slot[1]] for slot in slots]
+
+    return complete
+
+
+def _slot(module: nn.Module, given: GraphInput) -> tuple[Mapping[str, Any], str]:
+    """Return where the module holds a weight or buffer: a mapping and a key."""
+    path, _, name = given.name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (owner._parameters if given.kind == "parameter" else owner._buffers), name
+
+
+def _in_list(found: LayerList) -> re.Pattern[str]:
+    return re.compile(rf"\.{re.escape(found.name)}\.(\d+)(?=\.|$)")
+
+
+def _layer_of(node: fx.Node, found: LayerList) -> int | None:
+    """Return the index of the layer that a node is in, by its modules."""
+    in_list = _in_list(found)
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        if match := in_list.search(path):
+            return int(match[1])
+    return None
+
+
+def _all_of(output: Any, found: LayerList, layer: int) -> list[fx.Node]:
+    """Return the operands and operations of a layer, in the order of the graph that Dynamo found."""
+    graph = output.backend_input.graph_module.graph
+    operands = list(graph.find_nodes(op="placeholder"))
+    metadata = output.graph_capture_output.output_graph.export_metadata
+    sources = metadata.graph_input_idx_to_local_source
+    if sorted(sources) != list(range(len(operands))):
+        raise _NotAlikeError("operands of unknown sources")
+    name = "".join(f"._modules['{each}']" for each in (*found.path.split("."), layer))
+    own = [node for i, node in enumerate(operands) if f"{name}." in sources[i].name]
+    return [*own, *(n for n in graph.nodes if _layer_of(n, found) == layer)]
 
 
 def _is_end(node: fx.Node) -> bool:

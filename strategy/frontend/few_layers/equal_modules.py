@@ -12,10 +12,10 @@ from thunder_memsave.sharding.rows import whole_shape
 from thunder_memsave.sharding.sharded_parameter import is_sharded, stored_weight
 
 _PLAIN = (bool, float, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-
-
 _DATA = (int, float, str, list, tuple, dict, set)
 """Types of attributes that may differ: whoever reads one finds out."""
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that PyTorch reads when it calls a module, such as its hooks."""
 
 
 def differences(modules: Sequence[nn.Module]) -> list[dict[str, Any]] | None:
@@ -51,7 +51,8 @@ def _are_equal(one: nn.Module, other: nn.Module, path: str, differing: set[str])
                 if module is not matching and not _are_equal(module, matching, below, differing):
                     return False
         elif not _are_values_equal(value, counterpart):
-            if type(value) is not type(counterpart) or not isinstance(value, _DATA):
+            is_data = type(value) is type(counterpart) and isinstance(value, _DATA)
+            if not is_data or name in _OF_EVERY_MODULE:
                 return False
             differing.add(f"{path}{name}")
     return True

@@ -45,8 +45,8 @@ def _lists(module: nn.Module) -> Iterator[LayerList]:
 def is_called_alike(owner: nn.Module, name: str) -> bool:
     """Return whether `owner.forward` reads the list in one loop alone, which does the same with each layer.
 
-    Such a loop has no condition, and its counter, if it has one, reads nothing but the type of the layer, which is the
-    same for all: `self.config.layer_types[i]`.
+    Such a loop calls nothing else and has no condition; its counter, if it has one, reads nothing but the type of the
+    layer, which is the same for all: `self.config.layer_types[i]`.
     """
     tree = _forward_of(owner)
     if tree is None:
@@ -57,6 +57,8 @@ def is_called_alike(owner: nn.Module, name: str) -> bool:
         return False
     (loop,) = loops
     layer, counter = _targets(loop, name)
+    if counter is not None and _count(tree, counter) != _count(loop, counter):
+        return False
     return layer is not None and _does_the_same(loop.body, layer, counter, owner)
 
 
@@ -99,24 +101,46 @@ def _targets(loop: ast.For, name: str) -> tuple[str | None, str | None]:
     return (target.id if is_list and isinstance(target, ast.Name) else None), counter
 
 
-_DECIDES = (ast.If, ast.IfExp, ast.BoolOp, ast.Compare, ast.Break, ast.Continue, ast.While)
-_ELSE = (ast.For, ast.Try, ast.With, ast.AugAssign, ast.Lambda, ast.comprehension, ast.Return)
+_DECIDES = (
+    ast.If,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.Compare,
+    ast.NamedExpr,
+    ast.Lambda,
+    ast.comprehension,
+)
 
 
 def _does_the_same(body: list[ast.stmt], layer: str, counter: str | None, owner: nn.Module) -> bool:
+    """Return whether the body does nothing but to call the layer and to give its result a name."""
     nodes = [node for statement in body for node in ast.walk(statement)]
-    if any(isinstance(node, (*_DECIDES, *_ELSE)) for node in nodes):
+    if any(isinstance(node, _DECIDES) for node in nodes):
         return False
-    called = [n for n in nodes if isinstance(n, ast.Call) and _is_name(n.func, layer)]
-    if len(called) != 1 or sum(_is_name(node, layer) for node in nodes) != 1:
+    if not all(isinstance(each, ast.Assign) and _gives_names(each) for each in body):
+        return False
+    called = [n for n in nodes if isinstance(n, ast.Call)]
+    if len(called) != 1 or not _is_name(called[0].func, layer):
+        return False
+    if sum(_count(each, layer) for each in body) != 1:
         return False
     if counter is None:
         return True
     of_type = [n for n in nodes if ast.unparse(n) == f"self.config.layer_types[{counter}]"]
     types: Any = getattr(getattr(owner, "config", None), "layer_types", None)
     is_one_type = bool(types) and len(set(types)) == 1
-    num_counters = sum(_is_name(node, counter) for node in nodes)
+    num_counters = sum(_count(each, counter) for each in body)
     return num_counters == len(of_type) and (not of_type or is_one_type)
+
+
+def _gives_names(statement: ast.Assign) -> bool:
+    """Return whether a statement gives names alone, and changes nothing that exists."""
+    allowed = (ast.Name, ast.Tuple, ast.expr_context)
+    return all(isinstance(n, allowed) for target in statement.targets for n in ast.walk(target))
+
+
+def _count(tree: ast.AST, name: str) -> int:
+    return sum(_is_name(node, name) for node in ast.walk(tree))
 
 
 def _is_name(node: ast.AST, name: str) -> bool:

@@ -100,7 +100,7 @@ def test_encoder_and_decoder_add_to_the_gradient_of_their_head() -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": ROWS, "d_model": 16, "d_ff": 16, "num_layers": 1}
     sizes |= {"num_heads": 2, "d_kv": 8, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    config = T5Config(**sizes)
+    config = T5Config(**sizes, use_cache=False)
     model = T5ForConditionalGeneration(config)
     ids = torch.arange(4, 24).view(2, 10)
     found, names = gradients(model, (), input_ids=ids, labels=ids)

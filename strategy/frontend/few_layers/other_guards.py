@@ -1,0 +1,120 @@
+"""Gives Dynamo's capture of few layers the guards of the layers that it did not see.
+
+Each guard asks something of an object that it finds by its source, a path such as `self.model.layers[2].norm.eps`.
+Those of a layer that was captured are made again with the paths of the others; PyTorch builds and checks them like its
+own. The names used are private to torch, as in `frontend/capture.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import DictGetItemSource
+from torch._guards import Guard, Source
+from torch.utils.weak import TensorWeakRef
+
+from thunder_memsave.errors import ThunderMemsaveError
+
+_PLAIN = (str, int, float, bool, type(None))
+
+
+class UnknownGuardError(ThunderMemsaveError, ValueError):
+    """A guard of a layer cannot be made again for another."""
+
+
+def guard_others(output: Any, path: str, model: int, others: Iterable[int]) -> None:
+    """Add the guards of layers that are as another.
+
+    Args:
+        output: What Dynamo captured.
+        path: Dotted name of the list of layers, in the module whose method was captured.
+        model: Index of the layer whose guards are known.
+        others: Indices of the layers that get them.
+
+    Raises:
+        UnknownGuardError: A guard of the layer has facts that cannot be read, or there is none.
+    """
+    graph = output.graph_capture_output.output_graph
+    sizes = graph.input_source_to_sizes_strides
+    suffix = "".join(f"._modules['{name}']" for name in (*path.split("."), model))
+    layer = _Moves(suffix, "another")
+    own = [g for g in graph.guards if any(layer.of(s) is not s for s in _sources(g))]
+    of_sizes = [
+        (source, facts) for source, facts in sizes.items() if layer.of(source) is not source
+    ]
+    if not own:
+        raise UnknownGuardError(f"no guard of layer {model} of {path} is known")
+    for other in map(str, others):
+        moves = _Moves(suffix, other)
+        for guard in own:
+            graph.guards.add(_made_again(guard, moves))
+        sizes.update({moves.of(source): facts for source, facts in of_sizes})
+
+
+@dataclasses.dataclass(slots=True)
+class _Moves:
+    """Makes sources that lead through a layer lead through another one."""
+
+    suffix: str
+    """End of the name of the layer that is left."""
+    other: str
+    """Key of the other."""
+    _known: dict[Source, Source] = dataclasses.field(default_factory=dict)
+
+    def of(self, source: Source) -> Source:
+        """Return the source through the other layer; the very same if it does not lead through the first."""
+        known = self._known.get(source)
+        if known is None:
+            known = self._known[source] = self._of(source)
+        return known
+
+    def _of(self, source: Source) -> Source:
+        if isinstance(source, DictGetItemSource) and source.name.endswith(self.suffix):
+            return dataclasses.replace(source, index=self.other)
+        moved = {name: self.of(base) for name, base in _bases(source)}
+        changed = {name: new for name, new in moved.items() if new is not getattr(source, name)}
+        return dataclasses.replace(source, **changed) if changed else source
+
+
+def _bases(source: Source) -> Iterator[tuple[str, Source]]:
+    """Yield the sources that a source is made of, by the names of their fields."""
+    for field in dataclasses.fields(source) if dataclasses.is_dataclass(source) else ():
+        value = getattr(source, field.name, None)
+        if field.init and isinstance(value, Source):
+            yield field.name, value
+
+
+def _sources(guard: Guard) -> list[Source]:
+    """Return the sources of a guard: of what it asks about, and of what that is compared with."""
+    settings = guard.create_fn.keywords if isinstance(guard.create_fn, functools.partial) else {}
+    return [guard.originating_source, *(v for v in settings.values() if isinstance(v, Source))]
+
+
+def _made_again(guard: Guard, moves: _Moves) -> Guard:
+    made = copy.copy(guard)
+    made.originating_source = moves.of(guard.originating_source)
+    made._hash = None
+    if isinstance(guard.create_fn, functools.partial):
+        function, settings = guard.create_fn.func, guard.create_fn.keywords
+        if guard.create_fn.args:
+            raise UnknownGuardError(f"a guard has arguments: {guard.create_fn}")
+        moved = {name: _setting(value, function, moves) for name, value in settings.items()}
+        made.create_fn = functools.partial(function, **moved)
+    return made
+
+
+def _setting(value: Any, function: Any, moves: _Moves) -> Any:
+    if isinstance(value, Source):
+        return moves.of(value)
+    is_example = isinstance(value, (TensorWeakRef, torch.Tensor))
+    if is_example and function is GuardBuilder.TENSOR_MATCH:
+        return None  # it takes what its source leads to
+    if isinstance(value, _PLAIN):
+        return value
+    raise UnknownGuardError(f"a guard has a setting of type {type(value).__name__}: {function}")
