@@ -29,7 +29,7 @@ from thunder_memsave.frontend.few_layers.same_code import (
 )
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
 
-_FIRST = 3
+_FIRST = 2
 """Layers that are captured of the first ones, and one of the last; the one before it stands for all between."""
 _MODEL = _FIRST - 1
 _FEWEST = 16
@@ -111,6 +111,8 @@ class _FewLayers:
         with _unreadable(self.found, kept, self.differing):
             with _shortened(self.found, kept):
                 output = trace()
+            if changed_storages(output.backend_input.graph_module):
+                raise _NotAlikeError("values that are changed in place")
             with _shortened(self.found, [i for i in kept if i != _MODEL]):
                 fewer = trace()
         self._compare(output, fewer)
@@ -125,8 +127,12 @@ class _FewLayers:
         loop = inspect.unwrap(type(self.found.owner).forward).__code__
         if names_elsewhere(made.traced_code, loop, self.found.name):
             raise _NotAlikeError("other code may count the layers")
-        added, before = (_all_of(output, self.found, each) for each in (_MODEL, _MODEL - 1))
-        if len(added) != len(before) or not Pairing(graph, added, before).equals(other):
+        added, before = (
+            [n for n in graph.nodes if not _is_end(n) and _layer_of(n, self.found) == each]
+            for each in (_MODEL, _MODEL - 1)
+        )
+        operands = _operands_of(output, self.found, _MODEL)
+        if not Pairing(graph, operands, added, before).equals(other):
             raise _NotAlikeError("the number of layers changes more than their number")
         if not does_as_much_else(made.bytecode, made_with_fewer.bytecode):
             raise _NotAlikeError("layers do more than to compute")
@@ -174,10 +180,8 @@ class _Completed:
     def capture(self) -> Capture:
         """Add the layers between the first ones and the last."""
         graph = self.captured.graph
-        if changed_storages(graph):
-            raise _NotAlikeError("values that are changed in place")
         own = self._own_operands()
-        _, before, model, after = segments = self._segments()
+        before, model, after = segments = self._segments()
         self._check(segments, own)
         inputs = dict(zip(self._placeholders, self.captured.inputs, strict=True))
         given = list(inputs)
@@ -237,18 +241,18 @@ class _Completed:
         graph, placeholders = self.captured.graph.graph, self._placeholders
         index_of = {node: i for i, node in enumerate(placeholders)}
         facts = [_facts(each) for each in self.captured.inputs]
-        _, before, model, after = segments
-        row = row_of([before, model, after], graph, index_of, facts.__getitem__)
-        if row is None:
+        before, model, after = segments
+        row = row_of([model, after], graph, index_of, facts.__getitem__)
+        if row is None or len(before) != len(model):
             raise _NotAlikeError("layers differ")
         inside, following = set(model), set(after)
         if any(user not in inside | following for node in model for user in node.users):
             raise _NotAlikeError("others read a layer")
-        operands = [placeholders[i] for i in row.operands[1]]
+        operands = [placeholders[i] for i in row.operands[0]]
         if set(operands) != set(own) or any(u not in inside for n in own for u in n.users):
             raise _NotAlikeError("a layer reads operands of others")
         last = f"{self.found.path}.{len(self.found.layers) - 1}."
-        if any(not self.captured.inputs[i].name.startswith(last) for i in row.operands[2]):
+        if any(not self.captured.inputs[i].name.startswith(last) for i in row.operands[1]):
             raise _NotAlikeError("the last layer reads operands of others")
 
     def _operand(
@@ -340,17 +344,15 @@ def _layer_of(node: fx.Node, found: LayerList) -> int | None:
     return None
 
 
-def _all_of(output: Any, found: LayerList, layer: int) -> list[fx.Node]:
-    """Return the operands and operations of a layer, in the order of the graph that Dynamo found."""
-    graph = output.backend_input.graph_module.graph
-    operands = list(graph.find_nodes(op="placeholder"))
+def _operands_of(output: Any, found: LayerList, layer: int) -> list[fx.Node]:
+    """Return the operands of a layer in the graph that Dynamo found."""
+    operands = list(output.backend_input.graph_module.graph.find_nodes(op="placeholder"))
     metadata = output.graph_capture_output.output_graph.export_metadata
     sources = metadata.graph_input_idx_to_local_source
     if sorted(sources) != list(range(len(operands))):
         raise _NotAlikeError("operands of unknown sources")
     name = "".join(f"._modules['{each}']" for each in (*found.path.split("."), layer))
-    own = [node for i, node in enumerate(operands) if f"{name}." in sources[i].name]
-    return [*own, *(n for n in graph.nodes if _layer_of(n, found) == layer)]
+    return [node for i, node in enumerate(operands) if f"{name}." in sources[i].name]
 
 
 def _is_end(node: fx.Node) -> bool:

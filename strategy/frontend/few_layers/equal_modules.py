@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -82,6 +83,9 @@ def _are_values_equal(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, Mapping):
         return list(one) == list(other) and all(_are_values_equal(one[k], other[k]) for k in one)
+    if isinstance(one, functools.partial):
+        ones, others = ((p.func, p.args, p.keywords, vars(p)) for p in (one, other))
+        return _are_values_equal(ones, others)
     if isinstance(one, (list, tuple)):
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(_are_values_equal(a, b) for a, b in pairs)

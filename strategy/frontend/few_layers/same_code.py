@@ -8,6 +8,8 @@ may list the module's parts.
 from __future__ import annotations
 
 import dis
+import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten
 
@@ -25,7 +28,8 @@ _LISTS_PARTS = frozenset(
     for prefix in ("", "named_")
     for what in ("parameters", "buffers", "modules", "children")
 ) | {"state_dict", "get_submodule", "get_parameter", "get_buffer", "_modules"}
-_OF_TORCH = re.compile(r"[/\\]torch[/\\]|^<")
+_OF_LIBRARIES = (os.path.join(*torch.__path__, ""), inspect.__file__)
+"""Starts of the names of files whose code counts nothing by itself."""
 _MADE = re.compile(r"tmp_\d+|___?\w+_\d\w*")
 """Names that Dynamo makes: numbered in the order in which it needs them."""
 _GRAPH_RESULT = "graph_out"
@@ -43,9 +47,11 @@ def names_elsewhere(codes: Sequence[CodeType], loop: CodeType, name: str) -> boo
         name: Of the list in its module.
     """
     for code in codes:
-        if _OF_TORCH.search(code.co_filename):
+        if code.co_filename.startswith((*_OF_LIBRARIES, "<")):
             continue
         named = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+        if "signature" in named:  # `inspect.signature(function).parameters`
+            named.discard("parameters")
         if named & _LISTS_PARTS or (name in named and code is not loop):
             return True
     return False
@@ -56,16 +62,19 @@ class Pairing:
     """A graph with a layer more, that layer, and the one before it."""
 
     graph: fx.Graph
+    operands: Sequence[fx.Node]
+    """Of the layer."""
     added: Sequence[fx.Node]
+    """Its operations."""
     before: Sequence[fx.Node]
-    """As many nodes, aligned."""
+    """Those of the layer before it: as many, aligned."""
 
     def equals(self, other: fx.Graph) -> bool:
         """Return whether the other graph is this one without the layer."""
-        left_out = set(self.added)
+        left_out = {*self.operands, *self.added}
         nodes = [n for n in self.graph.nodes if n not in left_out]
         others = list(other.nodes)
-        if len(nodes) != len(others):
+        if len(nodes) != len(others) or len(self.added) != len(self.before):
             return False
         counterpart = dict(zip(nodes, others, strict=True))
         instead = zip(self.added, self.before, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +190,14 @@ def test_differences_are_named_by_their_paths() -> None:
         {"index": 2, "label": "layers.2"},
     ]
     assert differences([Layer(1), ReadsIndex(1)]) is None
+
+
+@pytest.mark.parametrize(("slope", "is_equal"), [(0.1, True), (0.2, False)])
+def test_functions_with_bound_arguments_are_compared_by_these(slope: float, is_equal: bool) -> None:
+    one, other = Layer(1), Layer(1)
+    for layer, bound in ((one, 0.1), (other, slope)):
+        layer.activation = functools.partial(nn.functional.leaky_relu, negative_slope=bound)  # type: ignore[assignment]
+    assert (differences([one, other]) is not None) is is_equal
 
 
 def described(found: Capture) -> Iterator[Any]:
