@@ -234,14 +234,16 @@ class Tile:
         if options.soft_cap is not None:
             self.tanh = values.div_(options.soft_cap).tanh_().clone()
             values.mul_(options.soft_cap)
-        of_first = values[:, 0].clone()
+        # A logit and its probability tell the denominator: those of the largest are always finite.
+        largest = values.argmax(1, keepdim=True) if options.z_loss else None
+        of_largest = None if largest is None else values.gather(1, largest)
         torch.ops.aten._log_softmax.out(values, -1, False, out=values)
         losses = -values.gather(1, self.targets).squeeze(1)
         if options.label_smoothing:
             losses.mul_(1.0 - options.label_smoothing)
             losses.sub_(values.sum(1), alpha=options.label_smoothing / values.shape[1])
-        if options.z_loss:
-            self.logarithm = of_first - values[:, 0]
+        if largest is not None and of_largest is not None:
+            self.logarithm = (of_largest - values.gather(1, largest)).squeeze(1)
             losses.add_(self.logarithm.square(), alpha=options.z_loss)
         return losses.masked_fill_(~self.is_kept, 0.0)
 

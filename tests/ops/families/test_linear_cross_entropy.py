@@ -121,6 +121,21 @@ def test_loss_and_gradients_are_those_of_pytorch(dtype: torch.dtype, options: Lo
         assert max(errors) < TOLERANCE[dtype], (reduction, ignored, rows, errors)
 
 
+def test_a_class_that_is_ruled_out_has_pytorchs_loss_and_gradients() -> None:
+    options = LossOptions(z_loss=0.01)
+    tensors, targets = operands(torch.float64, ignored=0.3)
+    targets[targets == 0] = 1
+    with torch.no_grad():
+        tensors[2][0] = -torch.inf
+    loss, gradients, grad = in_tiles(tensors, targets, "mean", options, rows=7)
+    expected = composed(tensors, targets, "mean", options)
+    expected.backward(grad)
+    assert relative_error(loss, expected.detach()) <= 1e-12
+    for t, found in zip((tensors[0], tensors[1]), gradients[:2], strict=True):
+        assert t.grad is not None
+        assert relative_error(found, t.grad) <= 1e-12
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_in_lower_precision_the_error_is_that_of_pytorch(
