@@ -88,6 +88,8 @@ class Capture:
     _mode_of: nn.Module | None = field(default=None, repr=False)
     in_training_mode: bool = True
     """The module's training mode at capture."""
+    _holds: Callable[[], bool] = field(default=lambda: True, repr=False)
+    """Whether what no guard asks about is as it was."""
 
     @property
     def training(self) -> bool:
@@ -99,6 +101,7 @@ class Capture:
         return (
             self._parameters_unchanged()
             and self._mode_unchanged()
+            and self._holds()
             and bool(self._guards.check(call.frame_locals))
         )
 
@@ -108,6 +111,8 @@ class Capture:
             return "requires_grad, dtype, device, sharding or tying of a parameter changed"
         if not self._mode_unchanged():
             return "train or eval mode of the module changed"
+        if not self._holds():
+            return "the types of layers in the model's configuration changed"
         result = self._guards.check_verbose(call.frame_locals)
         parts = result.verbose_code_parts
         return parts[0].split("  #")[0].strip() if parts else "a guard failed"
@@ -121,6 +126,7 @@ class Capture:
         module: nn.Module,
         inputs: Sequence[GraphInput],
         complete: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        holds: Callable[[], bool],
     ) -> Capture:
         """Return the capture for a graph that was given more weights of the module.
 
@@ -128,6 +134,7 @@ class Capture:
             module: The module whose method was captured.
             inputs: All inputs of the graph.
             complete: Returns the tensors for them, from those that the method gives.
+            holds: Whether what no guard asks about is as it was.
         """
         make_callable = self._make_callable
 
@@ -138,6 +145,7 @@ class Capture:
             self,
             inputs=inputs,
             _make_callable=make_completing,
+            _holds=holds,
             _sharded=_sharded_slots(module, used={id(i.tensor) for i in inputs}),
         )
 

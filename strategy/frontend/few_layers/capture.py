@@ -16,15 +16,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from thunder_memsave.aten.equal_layers import row_of
-from thunder_memsave.errors import CaptureError, ThunderMemsaveError
+from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.capture import Capture, GraphInput, capture
 from thunder_memsave.frontend.few_layers.equal_modules import differences
-from thunder_memsave.frontend.few_layers.other_guards import UnknownGuardError, guard_others
-from thunder_memsave.frontend.few_layers.plain_loops import LayerList, longest_list
+from thunder_memsave.frontend.few_layers.other_guards import (
+    guard_others,
+    plain_name,
+    source_name,
+)
+from thunder_memsave.frontend.few_layers.plain_loops import LayerList, layer_types, longest_list
 from thunder_memsave.frontend.few_layers.same_code import (
     Pairing,
     does_as_much_else,
+    is_of_known_packages,
     names_elsewhere,
 )
 from thunder_memsave.frontend.rewrites.nodes import changed_storages
@@ -32,6 +37,8 @@ from thunder_memsave.frontend.rewrites.nodes import changed_storages
 _FIRST = 2
 """Layers that are captured of the first ones, and one of the last; the one before it stands for all between."""
 _MODEL = _FIRST - 1
+KNOWN_FOLDERS: list[str] = []
+"""Folders of code whose layers do the same however many there are, beside those of `same_code.py`: for tests."""
 _FEWEST = 16
 """Fewest layers for which it pays."""
 
@@ -79,8 +86,9 @@ def capture_few_layers(
             trace=few.trace,
         )
         return _Completed(captured, module, found).capture()
-    except (CaptureError, UnknownGuardError, _NotAlikeError):
-        return None  # the whole module says what cannot be captured
+    except Exception:
+        # Dynamo fails in many ways at what stands for an attribute that differs. The whole module says what cannot be.
+        return None
 
 
 def _is_known_elsewhere(module: nn.Module, found: LayerList) -> bool:
@@ -125,6 +133,8 @@ class _FewLayers:
         graph, other = (each.backend_input.graph_module.graph for each in (output, fewer))
         made, made_with_fewer = (each.graph_capture_output for each in (output, fewer))
         loop = inspect.unwrap(type(self.found.owner).forward).__code__
+        if self.is_guarded and not is_of_known_packages(made.traced_code, known=KNOWN_FOLDERS):
+            raise _NotAlikeError("layers may pass on what only matters after many")
         if names_elsewhere(made.traced_code, loop, self.found.name):
             raise _NotAlikeError("other code may count the layers")
         added, before = (
@@ -203,10 +213,12 @@ class _Completed:
         weights = [id(inputs[node].tensor) for node in placeholders]
         if len(set(weights)) != len(weights):
             raise _NotAlikeError("layers share weights")
+        owner, types = self.found.owner, layer_types(self.found.owner)
         return self.captured.with_inputs(
             self.module,
             [inputs[node] for node in placeholders],
             _completion(self.module, [inputs[n] for n in placeholders], set(given), placeholders),
+            holds=lambda: layer_types(owner) == types,
         )
 
     @property
@@ -312,23 +324,31 @@ def _completion(
     placeholders: Sequence[fx.Node],
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
     """Return a function that adds the weights of the layers that were not captured, as they are now."""
-    slots = [
-        None if node in given else _slot(module, each)
+    places = [
+        None if node in given else _place(each)
         for node, each in zip(placeholders, inputs, strict=True)
     ]
 
     def complete(tensors: Sequence[Tensor]) -> list[Tensor]:
         remaining = iter(tensors)
-        return [next(remaining) if slot is None else slot[0][slot[1]] for slot in slots]
+        return [
+            next(remaining) if place is None else _tensor_at(module, *place) for place in places
+        ]
 
     return complete
 
 
-def _slot(module: nn.Module, given: GraphInput) -> tuple[Mapping[str, Any], str]:
-    """Return where the module holds a weight or buffer: a mapping and a key."""
-    path, _, name = given.name.rpartition(".")
-    owner = module.get_submodule(path)
-    return (owner._parameters if given.kind == "parameter" else owner._buffers), name
+def _place(given: GraphInput) -> tuple[Sequence[str], str, str]:
+    """Return where the module holds a weight or buffer: names of modules, the dictionary in the last, and the key."""
+    *path, name = given.name.split(".")
+    return path, "_parameters" if given.kind == "parameter" else "_buffers", name
+
+
+def _tensor_at(module: Any, path: Sequence[str], kind: str, name: str) -> Tensor:
+    for child in path:
+        module = module._modules[child]
+    found: Tensor = module.__dict__[kind][name]
+    return found
 
 
 def _in_list(found: LayerList) -> re.Pattern[str]:
@@ -351,8 +371,8 @@ def _operands_of(output: Any, found: LayerList, layer: int) -> list[fx.Node]:
     sources = metadata.graph_input_idx_to_local_source
     if sorted(sources) != list(range(len(operands))):
         raise _NotAlikeError("operands of unknown sources")
-    name = "".join(f"._modules['{each}']" for each in (*found.path.split("."), layer))
-    return [node for i, node in enumerate(operands) if f"{name}." in sources[i].name]
+    name = f"{source_name(found.path, layer)}."
+    return [node for i, node in enumerate(operands) if name in plain_name(sources[i])]
 
 
 def _is_end(node: fx.Node) -> bool:

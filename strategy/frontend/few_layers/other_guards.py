@@ -42,12 +42,14 @@ def guard_others(output: Any, path: str, model: int, others: Iterable[int]) -> N
     """
     graph = output.graph_capture_output.output_graph
     sizes = graph.input_source_to_sizes_strides
-    suffix = "".join(f"._modules['{name}']" for name in (*path.split("."), model))
+    suffix = source_name(path, model)
     layer = _Moves(suffix, "another")
     own = [g for g in graph.guards if any(layer.of(s) is not s for s in _sources(g))]
     of_sizes = [
         (source, facts) for source, facts in sizes.items() if layer.of(source) is not source
     ]
+    ordered = graph.guard_on_key_order
+    of_ordered = [source for source in ordered if layer.of(source) is not source]
     if not own:
         raise UnknownGuardError(f"no guard of layer {model} of {path} is known")
     for other in map(str, others):
@@ -55,6 +57,17 @@ def guard_others(output: Any, path: str, model: int, others: Iterable[int]) -> N
         for guard in own:
             graph.guards.add(_made_again(guard, moves))
         sizes.update({moves.of(source): facts for source, facts in of_sizes})
+        ordered.update([moves.of(source) for source in of_ordered])
+
+
+def source_name(path: str, layer: int) -> str:
+    """Return the end of the name of a layer's source, as `plain_name` writes it."""
+    return "".join(f"._modules['{name}']" for name in (*path.split("."), layer))
+
+
+def plain_name(source: Source) -> str:
+    """Return the name of a source, in which each module is found in the dictionary of its owner."""
+    return source.name.replace(".__dict__['_modules']", "._modules")
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,17 +78,18 @@ class _Moves:
     """End of the name of the layer that is left."""
     other: str
     """Key of the other."""
-    _known: dict[Source, Source] = dataclasses.field(default_factory=dict)
+    _known: dict[Source, Source | None] = dataclasses.field(default_factory=dict)
+    """None: it does not lead through the layer."""
 
     def of(self, source: Source) -> Source:
         """Return the source through the other layer; the very same if it does not lead through the first."""
-        known = self._known.get(source)
-        if known is None:
-            known = self._known[source] = self._of(source)
-        return known
+        if source not in self._known:
+            moved = self._of(source)
+            self._known[source] = None if moved is source else moved
+        return self._known[source] or source
 
     def _of(self, source: Source) -> Source:
-        if isinstance(source, DictGetItemSource) and source.name.endswith(self.suffix):
+        if isinstance(source, DictGetItemSource) and plain_name(source).endswith(self.suffix):
             return dataclasses.replace(source, index=self.other)
         moved = {name: self.of(base) for name, base in _bases(source)}
         changed = {name: new for name, new in moved.items() if new is not getattr(source, name)}

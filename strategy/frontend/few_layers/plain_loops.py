@@ -49,7 +49,7 @@ def is_called_alike(owner: nn.Module, name: str) -> bool:
     layer, which is the same for all: `self.config.layer_types[i]`.
     """
     tree = _forward_of(owner)
-    if tree is None:
+    if tree is None or type(owner._modules[name]) is not nn.ModuleList:
         return False
     loops = [n for n in ast.walk(tree) if isinstance(n, ast.For) and _reads(n.iter, name)]
     num_reads = sum(_is_self(node, name) for node in ast.walk(tree))
@@ -57,12 +57,36 @@ def is_called_alike(owner: nn.Module, name: str) -> bool:
         return False
     (loop,) = loops
     layer, counter = _targets(loop, name)
+    if not _reads_all(loop, owner, name):
+        return False
     if counter is not None and _count(tree, counter) != _count(loop, counter):
         return False
     return layer is not None and _does_the_same(loop.body, layer, counter, owner)
 
 
+def layer_types(owner: nn.Module) -> tuple[str, ...] | None:
+    """Return the types by which `owner.forward` may choose what its layers get."""
+    types: Any = getattr(getattr(owner, "config", None), "layer_types", None)
+    return tuple(types) if types else None
+
+
+def _reads_all(loop: ast.For, owner: nn.Module, name: str) -> bool:
+    """Return whether a slice of the list, if there is one, is `[: self.config.name]` of at least all layers."""
+    bounds = [n.slice for n in ast.walk(loop.iter) if isinstance(n, ast.Subscript)]
+    if not bounds:
+        return True
+    (bound,) = bounds if len(bounds) == 1 else (None,)
+    if not isinstance(bound, ast.Slice) or bound.upper is None:
+        return False
+    config, _, attribute = ast.unparse(bound.upper).rpartition(".")
+    most: Any = getattr(getattr(owner, "config", None), attribute, None)
+    layers: Any = owner._modules[name]
+    return config == "self.config" and isinstance(most, int) and most >= len(layers)
+
+
 def _forward_of(owner: nn.Module) -> ast.AST | None:
+    if "forward" in vars(owner):
+        return None
     try:
         source = inspect.getsource(inspect.unwrap(type(owner).forward))
         return ast.parse(textwrap.dedent(source))
@@ -127,8 +151,8 @@ def _does_the_same(body: list[ast.stmt], layer: str, counter: str | None, owner:
     if counter is None:
         return True
     of_type = [n for n in nodes if ast.unparse(n) == f"self.config.layer_types[{counter}]"]
-    types: Any = getattr(getattr(owner, "config", None), "layer_types", None)
-    is_one_type = bool(types) and len(set(types)) == 1
+    types = layer_types(owner)
+    is_one_type = types is not None and len(set(types)) == 1
     num_counters = sum(_count(each, counter) for each in body)
     return num_counters == len(of_type) and (not of_type or is_one_type)
 

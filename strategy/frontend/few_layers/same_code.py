@@ -11,31 +11,54 @@ import dis
 import inspect
 import os
 import re
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
 from thunder_memsave.aten.equal_layers import are_values_alike, same_setting
 
-_LISTS_PARTS = frozenset(
-    f"{prefix}{what}"
-    for prefix in ("", "named_")
-    for what in ("parameters", "buffers", "modules", "children")
-) | {"state_dict", "get_submodule", "get_parameter", "get_buffer", "_modules"}
-_OF_LIBRARIES = (os.path.join(*torch.__path__, ""), inspect.__file__)
+_LISTS_PARTS = {
+    getattr(nn.Module, name).__code__
+    for name in ("named_modules", "named_children", "state_dict", "get_submodule")
+}
+"""Code of PyTorch that lists parts of modules, or that all other code which does so calls."""
+_STANDARD = os.path.join(os.path.dirname(os.__file__), "")
+_OF_PYTORCH = (os.path.join(*torch.__path__, ""), inspect.__file__, "<frozen ")
 """Starts of the names of files whose code counts nothing by itself."""
+_KNOWN = ("transformers", "peft", "thunder_memsave")
+"""Packages whose layers keep no state that only another layer reads."""
 _MADE = re.compile(r"tmp_\d+|___?\w+_\d\w*")
 """Names that Dynamo makes: numbered in the order in which it needs them."""
 _GRAPH_RESULT = "graph_out"
 """Start of the name of the variable for what the graph returns."""
 _NOTHING = ("EXTENDED_ARG", "NOP", "CACHE")
 _HAS_EFFECT = re.compile("CALL|STORE_(?!FAST)|DELETE_(?!FAST)|LIST|MAP|SET_")
+
+
+def is_of_known_packages(codes: Iterable[CodeType], *, known: Sequence[str] = ()) -> bool:
+    """Return whether all code is of packages whose layers are known to do the same, however many there are.
+
+    Other code may pass something on from layer to layer that only matters after many: a counter, a list, an iterator.
+
+    Args:
+        codes: All code that was traced.
+        known: More folders of such packages.
+    """
+    folders = [f for name in _KNOWN if name in sys.modules for f in sys.modules[name].__path__]
+    starts = (*_OF_PYTORCH, *(os.path.join(folder, "") for folder in (*folders, *known)))
+    return all(
+        code.co_filename.startswith(starts)
+        or (code.co_filename.startswith(_STANDARD) and "site-packages" not in code.co_filename)
+        or (code.co_filename == "<string>" and code.co_name.startswith("__"))  # of dataclasses
+        for code in codes
+    )
 
 
 def names_elsewhere(codes: Sequence[CodeType], loop: CodeType, name: str) -> bool:
@@ -47,12 +70,12 @@ def names_elsewhere(codes: Sequence[CodeType], loop: CodeType, name: str) -> boo
         name: Of the list in its module.
     """
     for code in codes:
-        if code.co_filename.startswith((*_OF_LIBRARIES, "<")):
+        if code in _LISTS_PARTS:
+            return True
+        if code is loop or code.co_filename.startswith(_OF_PYTORCH):
             continue
         named = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
-        if "signature" in named:  # `inspect.signature(function).parameters`
-            named.discard("parameters")
-        if named & _LISTS_PARTS or (name in named and code is not loop):
+        if name in named or "_modules" in named:
             return True
     return False
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from thunder_memsave.compiler import compile_call
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.frontend.calls import Call
+from thunder_memsave.frontend.few_layers import capture as few_layers
 from thunder_memsave.frontend.few_layers.capture import capture_few_layers
+from thunder_memsave.frontend.few_layers.plain_loops import longest_list
 
 COUNT = 18
 
@@ -47,6 +53,12 @@ class Stack(nn.Module):
 
 def data() -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def these_layers_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the layers of this file be captured like those of transformers."""
+    monkeypatch.setattr(few_layers, "KNOWN_FOLDERS", [str(Path(__file__).parent)])
 
 
 @pytest.fixture
@@ -90,6 +102,35 @@ def test_the_bits_are_those_of_a_whole_capture(
 ) -> None:
     torch.manual_seed(0)
     assert_whole_capture_alike(Stack(), monkeypatch)
+    assert found == [True]
+
+
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=32,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=COUNT,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+        adapters = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.2)
+        self.model: Any = get_peft_model(LlamaForCausalLM(config), adapters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.argsort(dim=-1)
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def test_layers_with_adapters_have_the_bits_of_a_whole_capture(
+    found: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Scored()
+    assert_whole_capture_alike(model, monkeypatch)
     assert found == [True]
 
 
@@ -180,6 +221,142 @@ def test_weights_that_are_tied_later_have_eagers_gradients() -> None:
     assert_eagers(compiled, model)
 
 
+class ReadsDicts(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        self.scales = {"a": 1.0, "b": 0.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, branch in self.branches.items():
+            x = x + branch(x) * self.scales[name]
+        for scale in self.scales.values():
+            x = x * scale
+        return super().forward(x)
+
+
+def test_dictionaries_of_a_layer_that_was_not_captured_are_guarded(found: list[bool]) -> None:
+    torch.manual_seed(0)
+    model = Stack(ReadsDicts)
+    compiled = CompiledModule(model)
+    assert_eagers(compiled, model)
+    layer: Any = model.blocks[9]
+    layer.scales["b"] = 0.25
+    assert_eagers(compiled, model)
+    del layer.branches["a"]
+    assert_eagers(compiled, model)
+    assert found == [True, False, False]
+
+
+def _replaced(model: Any) -> None:
+    model.blocks[9] = Layer()
+
+
+def _replaced_linear(model: Any) -> None:
+    model.blocks[9].linear = nn.Linear(4, 4)
+
+
+def _swapped(model: Any) -> None:
+    model.blocks[3], model.blocks[9] = model.blocks[9], model.blocks[3]
+
+
+def _reversed(model: Any) -> None:
+    model.blocks = nn.ModuleList(reversed(list(model.blocks)))
+
+
+def _all_replaced(model: Any) -> None:
+    model.blocks = Stack().blocks
+
+
+@pytest.mark.parametrize(
+    "change", [_replaced, _replaced_linear, _swapped, _reversed, _all_replaced]
+)
+def test_modules_that_are_replaced_by_equal_ones_are_read(
+    change: Callable[[Any], None], found: list[bool]
+) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    compiled = CompiledModule(model)
+    assert_eagers(compiled, model)
+    change(model)
+    assert_eagers(compiled, model)
+    assert found[0]
+
+
+class Shifted(Layer):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + shift)
+
+
+class OfConfig(Stack):
+    def __init__(self) -> None:
+        super().__init__(Shifted)
+        self.config = SimpleNamespace(num=COUNT, layer_types=["full"] * COUNT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifts = {"full": self.first(x), "sliding": self.first(-x)}
+        x = self.first(x)
+        for i, block in enumerate(self.blocks[: self.config.num]):
+            x = block(x, shifts[self.config.layer_types[i]])
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num", 10), ("layer_types", ["full"] * 9 + ["sliding"] + ["full"] * 8)],
+)
+def test_a_changed_configuration_is_seen(name: str, value: Any, found: list[bool]) -> None:
+    torch.manual_seed(0)
+    model = OfConfig()
+    compiled = CompiledModule(model)
+    assert_eagers(compiled, model)
+    setattr(model.config, name, value)
+    assert_eagers(compiled, model)
+    assert found == [True, False]
+
+
+def test_one_type_of_layers_is_changed_in_place(found: list[bool]) -> None:
+    torch.manual_seed(0)
+    model = OfConfig()
+    compiled = CompiledModule(model)
+    assert_eagers(compiled, model)
+    model.config.layer_types[9] = "sliding"
+    assert_eagers(compiled, model)
+    assert found == [True, False]
+
+
+def test_code_that_nobody_knows_has_all_layers_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such code may pass a counter from layer to layer that only matters after many."""
+    monkeypatch.setattr(few_layers, "KNOWN_FOLDERS", [])
+    model = Stack()
+    call = Call.of(model.forward, (data(),), {})
+    given: Any = {"reason": "test", "is_of_mode": False}
+    assert capture_few_layers(model, call, is_guarded=True, **given) is None
+    assert capture_few_layers(model, call, is_guarded=False, **given) is not None  # for a plan
+
+
+class Skips(nn.ModuleList):
+    def __iter__(self) -> Any:
+        return iter(list(self._modules.values())[:10])
+
+
+class OwnList(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Skips(self.blocks)
+
+
+def _of_instance() -> nn.Module:
+    model: Any = Stack()
+    model.forward = lambda x: model.last(model.first(x))
+    return model
+
+
+@pytest.mark.parametrize("make", [OwnList, _of_instance])
+def test_lists_and_loops_of_another_kind_are_captured_whole(make: Callable[[], nn.Module]) -> None:
+    assert longest_list(make()) is None
+
+
 class Counts(Layer):
     def forward(self, x: Tensor) -> Tensor:
         Layer.calls += 1
@@ -201,42 +378,48 @@ class Appends(Layer):
         return super().forward(x)
 
 
-class DividesByCount(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / self.num_blocks()
+class Around(nn.Module):
+    """Scales what a stack computes by a number that depends on the number of its layers."""
 
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
-
-class DoublesIfDeep(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.factor()
-
-    def factor(self) -> int:
-        return 2 if len(self.blocks) > 9 else 1
-
-
-class DoublesIfLarge(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if len(list(self.parameters())) > 60 else 1)
-
-
-class AddsNorms(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        for parameter in self.parameters():
-            y = y + parameter.square().sum()
-        return y
-
-
-class KnowsThem(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.others = list(self.blocks)
+        self.stack = Stack()
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * len(self.others)
+        y: Tensor = self.stack(x)
+        return y * self.factor()
+
+    def factor(self) -> float:
+        raise NotImplementedError
+
+
+class DividesByCount(Around):
+    def factor(self) -> float:
+        return 1 / len(self.stack.blocks)
+
+
+class DoublesIfDeep(Around):
+    def factor(self) -> float:
+        return 2.0 if len(self.stack.blocks) > 9 else 1.0
+
+
+class DoublesIfLarge(Around):
+    def factor(self) -> float:
+        return 2.0 if len(list(self.parameters())) > 60 else 1.0
+
+
+class DoublesIfManyModules(Around):
+    def factor(self) -> float:
+        return 2.0 if len(list(self.stack.children())) > 2 else 1.0
+
+
+class KnowsThem(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = list(self.stack.blocks)
+
+    def factor(self) -> float:
+        return 2.0 if len(self.others) > 9 else 1.0
 
 
 class Collected(Layer):
@@ -282,15 +465,18 @@ class SharesTwo(Stack):
         DividesByCount,
         DoublesIfDeep,
         DoublesIfLarge,
-        AddsNorms,
+        DoublesIfManyModules,
         KnowsThem,
         lambda: SumsWhatTheyCollect(Collected),
         ReturnsAll,
         SharesTwo,
     ],
 )
-def test_what_depends_on_the_number_of_layers_has_all_captured(make: Callable[[], Stack]) -> None:
+def test_what_depends_on_the_number_of_layers_has_all_captured(
+    make: Callable[[], nn.Module],
+) -> None:
     model = make()
+    assert isinstance(model, ReturnsAll) or longest_list(model) is not None
     call = Call.of(model.forward, (data(),), {})
     given = {"reason": "test", "is_guarded": True, "is_of_mode": False}
     assert capture_few_layers(model, call, **given) is None  # type: ignore[arg-type]
