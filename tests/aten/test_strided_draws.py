@@ -1,0 +1,80 @@
+"""Dropout of a tensor that is not contiguous draws eager PyTorch's mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thunder_memsave.compiler.compiled_module import CompiledModule
+
+
+class Dropped(nn.Module):
+    """Drops numbers of a linear layer's results, seen otherwise."""
+
+    def __init__(self, see: Callable[[Tensor], Tensor], dropout: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.see, self.dropout = nn.Linear(8, 8), see, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.dropout(self.see(self.linear(x)))
+        return found
+
+
+@pytest.mark.parametrize(
+    "see",
+    [
+        lambda x: x.transpose(0, 1),
+        lambda x: x.unflatten(2, (2, 4)).permute(2, 3, 0, 1),
+        lambda x: x.unsqueeze(1).transpose(0, 3),
+        lambda x: x[:, :, ::2],
+        lambda x: x[:, :1].expand(-1, 5, -1),
+        lambda x: x,
+    ],
+    ids=["transposed", "permuted", "dims of one", "every second", "expanded", "contiguous"],
+)
+@pytest.mark.parametrize(
+    "dropout",
+    [nn.Dropout(0.3), nn.FeatureAlphaDropout(0.3), nn.RReLU()],
+    ids=lambda d: type(d).__name__,
+)
+def test_the_numbers_are_eagers(see: Callable[[Tensor], Tensor], dropout: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = Dropped(see, dropout)
+    assert_eagers(model, torch.randn(2, 5, 8))
+
+
+def test_an_encoder_of_pytorch_has_eagers_numbers() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
+    assert_eagers(nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 8))
+
+
+def test_draws_by_a_function_are_eagers() -> None:
+    class Drawn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).transpose(0, 1)
+            return y * torch.bernoulli(y.detach(), 0.3) + torch.rand_like(y) * torch.randn_like(y)
+
+    torch.manual_seed(0)
+    assert_eagers(Drawn(), torch.randn(2, 5, 8))
+
+
+def assert_eagers(model: nn.Module, x: Tensor) -> None:
+    found = []
+    for call in (model.train(), CompiledModule(model)):
+        model.zero_grad()
+        torch.manual_seed(1)
+        y = call(x)
+        y.square().sum().backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append([y.detach(), torch.get_rng_state(), *grads])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[0][0] == 0, found[1][0] == 0)
