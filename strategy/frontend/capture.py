@@ -88,8 +88,8 @@ class Capture:
     _mode_of: nn.Module | None = field(default=None, repr=False)
     in_training_mode: bool = True
     """The module's training mode at capture."""
-    _holds: Callable[[], bool] = field(default=lambda: True, repr=False)
-    """Whether what no guard asks about is as it was."""
+    _changed: Callable[[], str | None] = field(default=lambda: None, repr=False)
+    """What changed that no guard asks about; None: nothing."""
 
     @property
     def training(self) -> bool:
@@ -101,7 +101,7 @@ class Capture:
         return (
             self._parameters_unchanged()
             and self._mode_unchanged()
-            and self._holds()
+            and self._changed() is None
             and bool(self._guards.check(call.frame_locals))
         )
 
@@ -111,8 +111,8 @@ class Capture:
             return "requires_grad, dtype, device, sharding or tying of a parameter changed"
         if not self._mode_unchanged():
             return "train or eval mode of the module changed"
-        if not self._holds():
-            return "the types of layers in the model's configuration changed"
+        if (changed := self._changed()) is not None:
+            return changed
         result = self._guards.check_verbose(call.frame_locals)
         parts = result.verbose_code_parts
         return parts[0].split("  #")[0].strip() if parts else "a guard failed"
@@ -126,7 +126,7 @@ class Capture:
         module: nn.Module,
         inputs: Sequence[GraphInput],
         complete: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-        holds: Callable[[], bool],
+        changed: Callable[[], str | None],
     ) -> Capture:
         """Return the capture for a graph that was given more weights of the module.
 
@@ -134,7 +134,7 @@ class Capture:
             module: The module whose method was captured.
             inputs: All inputs of the graph.
             complete: Returns the tensors for them, from those that the method gives.
-            holds: Whether what no guard asks about is as it was.
+            changed: Tells what changed that no guard asks about; None: nothing.
         """
         make_callable = self._make_callable
 
@@ -145,7 +145,7 @@ class Capture:
             self,
             inputs=inputs,
             _make_callable=make_completing,
-            _holds=holds,
+            _changed=changed,
             _sharded=_sharded_slots(module, used={id(i.tensor) for i in inputs}),
         )
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.parity import Twins, weighted_sum
-from thunder_memsave.compat import ignored_mark_dirty
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.errors import CaptureError, CompileError
 
@@ -437,37 +436,6 @@ def test_a_checkpointed_region_that_changes_a_buffer_is_refused() -> None:
     """Eager updates the running statistics twice, once more when it recomputes."""
     with pytest.raises(CompileError, match=r"A checkpointed region changes a tensor from outside"):
         CompiledModule(CheckpointedNorm())(torch.randn(3, 4, requires_grad=True))
-
-
-class Dirty(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        x.mul_(2)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-class ChangesInAFunction(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 1.0
-        Dirty.apply(y)  # type: ignore[no-untyped-call]
-        return y
-
-
-@pytest.mark.skipif(ignored_mark_dirty.is_needed(), reason="torch before 2.13 cannot capture it")
-def test_a_custom_function_that_changes_its_input_has_eagers_bits() -> None:
-    found = []
-    for call in (ChangesInAFunction(), CompiledModule(ChangesInAFunction())):
-        x = torch.arange(3.0).requires_grad_()
-        y = call(x)
-        weighted_sum(y).backward()
-        assert x.grad is not None
-        found.append([y.detach(), x.grad])
-    assert all(map(torch.equal, *found))
 
 
 class RareInPlace(nn.Module):

@@ -5,9 +5,8 @@ It is captured with one layer less too: where the two differ in more than that l
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +71,8 @@ def capture_few_layers(
     found = longest_list(module)
     if found is None or len(found.layers) < _FEWEST or _is_known_elsewhere(module, found):
         return None
+    if is_guarded and not is_of_known_packages([found.loop], known=KNOWN_FOLDERS):
+        return None
     differing = differences(list(found.layers))
     if differing is None:
         return None
@@ -119,8 +120,7 @@ class _FewLayers:
         with _unreadable(self.found, kept, self.differing):
             with _shortened(self.found, kept):
                 output = trace()
-            if changed_storages(output.backend_input.graph_module):
-                raise _NotAlikeError("values that are changed in place")
+            self._check(output)
             with _shortened(self.found, [i for i in kept if i != _MODEL]):
                 fewer = trace()
         self._compare(output, fewer)
@@ -128,15 +128,20 @@ class _FewLayers:
             guard_others(output, self.found.path, _MODEL, range(_FIRST, last))
         return output
 
+    def _check(self, output: Any) -> None:
+        """Refuse what need not be captured a second time."""
+        codes = output.graph_capture_output.traced_code
+        if changed_storages(output.backend_input.graph_module):
+            raise _NotAlikeError("values that are changed in place")
+        if self.is_guarded and not is_of_known_packages(codes, known=KNOWN_FOLDERS):
+            raise _NotAlikeError("layers may pass on what only matters after many")
+        if names_elsewhere(codes, self.found.loop, self.found.name):
+            raise _NotAlikeError("other code may count the layers")
+
     def _compare(self, output: Any, fewer: Any) -> None:
         """Refuse what depends on the number of layers."""
         graph, other = (each.backend_input.graph_module.graph for each in (output, fewer))
         made, made_with_fewer = (each.graph_capture_output for each in (output, fewer))
-        loop = inspect.unwrap(type(self.found.owner).forward).__code__
-        if self.is_guarded and not is_of_known_packages(made.traced_code, known=KNOWN_FOLDERS):
-            raise _NotAlikeError("layers may pass on what only matters after many")
-        if names_elsewhere(made.traced_code, loop, self.found.name):
-            raise _NotAlikeError("other code may count the layers")
         added, before = (
             [n for n in graph.nodes if not _is_end(n) and _layer_of(n, self.found) == each]
             for each in (_MODEL, _MODEL - 1)
@@ -194,7 +199,7 @@ class _Completed:
         before, model, after = segments = self._segments()
         self._check(segments, own)
         inputs = dict(zip(self._placeholders, self.captured.inputs, strict=True))
-        given = list(inputs)
+        given = set(inputs)
         made, at = model, own[-1]
         for layer in range(_FIRST, len(self.found.layers) - 1):
             operands = {}
@@ -213,12 +218,12 @@ class _Completed:
         weights = [id(inputs[node].tensor) for node in placeholders]
         if len(set(weights)) != len(weights):
             raise _NotAlikeError("layers share weights")
-        owner, types = self.found.owner, layer_types(self.found.owner)
+        added = [None if node in given else inputs[node] for node in placeholders]
         return self.captured.with_inputs(
             self.module,
             [inputs[node] for node in placeholders],
-            _completion(self.module, [inputs[n] for n in placeholders], set(given), placeholders),
-            holds=lambda: layer_types(owner) == types,
+            complete=_completion(self.module, added),
+            changed=_changed_types(self.found.owner),
         )
 
     @property
@@ -317,17 +322,22 @@ class _Completed:
         return {"nn_module_stack": modules}
 
 
+def _changed_types(owner: nn.Module) -> Callable[[], str | None]:
+    """Return a function that tells if the types of layers are other ones than now, which no guard asks."""
+    types = layer_types(owner)
+
+    def changed() -> str | None:
+        is_same = layer_types(owner) == types
+        return None if is_same else "the types of layers in the model's configuration changed"
+
+    return changed
+
+
 def _completion(
-    module: nn.Module,
-    inputs: Sequence[GraphInput],
-    given: Collection[fx.Node],
-    placeholders: Sequence[fx.Node],
+    module: nn.Module, added: Sequence[GraphInput | None]
 ) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Return a function that adds the weights of the layers that were not captured, as they are now."""
-    places = [
-        None if node in given else _place(each)
-        for node, each in zip(placeholders, inputs, strict=True)
-    ]
+    """Return a function that adds weights and buffers, as they are now, to those that are given (None)."""
+    places = [None if each is None else _place(each) for each in added]
 
     def complete(tensors: Sequence[Tensor]) -> list[Tensor]:
         remaining = iter(tensors)

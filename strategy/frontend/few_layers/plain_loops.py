@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,12 @@ class LayerList:
     """Of the list in its owner."""
     path: str
     """Dotted name of the list in the whole module."""
+
+    @property
+    def loop(self) -> CodeType:
+        """The code that calls the layers."""
+        code: CodeType = inspect.unwrap(type(self.owner).forward).__code__
+        return code
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -56,9 +64,7 @@ def is_called_alike(owner: nn.Module, name: str) -> bool:
     if len(loops) != 1 or num_reads != 1 or loops[0].orelse:
         return False
     (loop,) = loops
-    layer, counter = _targets(loop, name)
-    if not _reads_all(loop, owner, name):
-        return False
+    layer, counter = _targets(loop, owner, name)
     if counter is not None and _count(tree, counter) != _count(loop, counter):
         return False
     return layer is not None and _does_the_same(loop.body, layer, counter, owner)
@@ -70,25 +76,25 @@ def layer_types(owner: nn.Module) -> tuple[str, ...] | None:
     return tuple(types) if types else None
 
 
-def _reads_all(loop: ast.For, owner: nn.Module, name: str) -> bool:
-    """Return whether a slice of the list, if there is one, is `[: self.config.name]` of at least all layers."""
-    bounds = [n.slice for n in ast.walk(loop.iter) if isinstance(n, ast.Subscript)]
-    if not bounds:
-        return True
-    (bound,) = bounds if len(bounds) == 1 else (None,)
-    if not isinstance(bound, ast.Slice) or bound.upper is None:
+def _is_all(bounds: ast.expr, owner: nn.Module, name: str) -> bool:
+    """Return whether a slice of the list is `[: self.config.name]`, of at least all layers."""
+    if not isinstance(bounds, ast.Slice) or bounds.lower or bounds.step or not bounds.upper:
         return False
-    config, _, attribute = ast.unparse(bound.upper).rpartition(".")
+    config, _, attribute = ast.unparse(bounds.upper).rpartition(".")
     most: Any = getattr(getattr(owner, "config", None), attribute, None)
     layers: Any = owner._modules[name]
     return config == "self.config" and isinstance(most, int) and most >= len(layers)
 
 
 def _forward_of(owner: nn.Module) -> ast.AST | None:
-    if "forward" in vars(owner):
-        return None
+    return None if "forward" in vars(owner) else _tree_of(type(owner).forward)
+
+
+@functools.lru_cache(maxsize=64)
+def _tree_of(forward: Callable[..., Any]) -> ast.AST | None:
+    """Return the source of a method, read once for the many modules of a class."""
     try:
-        source = inspect.getsource(inspect.unwrap(type(owner).forward))
+        source = inspect.getsource(inspect.unwrap(forward))
         return ast.parse(textwrap.dedent(source))
     except (OSError, TypeError, SyntaxError):
         return None
@@ -107,7 +113,7 @@ def _reads(node: ast.AST, name: str) -> bool:
     return any(_is_self(each, name) for each in ast.walk(node))
 
 
-def _targets(loop: ast.For, name: str) -> tuple[str | None, str | None]:
+def _targets(loop: ast.For, owner: nn.Module, name: str) -> tuple[str | None, str | None]:
     """Return the names of a loop's layer and counter; None where it is of another form, or has no counter."""
     target, read = loop.target, loop.iter
     counter = None
@@ -118,9 +124,7 @@ def _targets(loop: ast.For, name: str) -> tuple[str | None, str | None]:
         (first, target), read = target.elts, read.args[0]
         counter = first.id if isinstance(first, ast.Name) else None
     if isinstance(read, ast.Subscript):
-        bounds = read.slice
-        is_all = isinstance(bounds, ast.Slice) and bounds.lower is None and bounds.step is None
-        read = read.value if is_all and isinstance(bounds, ast.Slice) else read
+        read = read.value if _is_all(read.slice, owner, name) else read
     is_list = _is_self(read, name) and isinstance(target, ast.Name)
     return (target.id if is_list and isinstance(target, ast.Name) else None), counter
 

@@ -86,11 +86,11 @@ class Pairing:
 
     graph: fx.Graph
     operands: Sequence[fx.Node]
-    """Of the layer."""
+    """Operands of the layer."""
     added: Sequence[fx.Node]
-    """Its operations."""
+    """Operations of the layer."""
     before: Sequence[fx.Node]
-    """Those of the layer before it: as many, aligned."""
+    """Operations of the layer before it: as many, aligned."""
 
     def equals(self, other: fx.Graph) -> bool:
         """Return whether the other graph is this one without the layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import delitem, setitem
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,15 @@ def assert_eagers(compiled: CompiledModule, model: nn.Module) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
+def assert_eagers_after_each(model: Any, *changes: Callable[[Any], None]) -> None:
+    """Compare one compiled module with eager PyTorch, at first and after each change of the model."""
+    compiled = CompiledModule(model)
+    assert_eagers(compiled, model)
+    for change in changes:
+        change(model)
+        assert_eagers(compiled, model)
+
+
 def assert_whole_capture_alike(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     few = loss_and_gradients(CompiledModule(model), model)
     monkeypatch.setattr(compile_call, "capture_few_layers", lambda *_, **__: None)
@@ -166,35 +176,26 @@ def test_a_change_of_a_layer_that_was_not_captured_is_seen(
     change: Callable[[Any], None], found: list[bool]
 ) -> None:
     torch.manual_seed(0)
-    model = Stack()
-    compiled = CompiledModule(model)
-    assert_eagers(compiled, model)
-    change(model.blocks[9])
-    assert_eagers(compiled, model)
+    assert_eagers_after_each(Stack(), lambda model: change(model.blocks[9]))
     assert found == [True, False]
 
 
 def test_a_layer_that_is_added_or_removed_is_seen(found: list[bool]) -> None:
     torch.manual_seed(0)
-    model = Stack()
-    compiled = CompiledModule(model)
-    assert_eagers(compiled, model)
-    model.blocks.append(Layer())
-    assert_eagers(compiled, model)
-    del model.blocks[5]
-    assert_eagers(compiled, model)
+    assert_eagers_after_each(
+        Stack(), lambda model: model.blocks.append(Layer()), lambda model: delitem(model.blocks, 5)
+    )
     assert found == [True, True, True]
 
 
 def test_weights_and_buffers_are_read_at_each_call(found: list[bool]) -> None:
     torch.manual_seed(0)
-    model = Stack()
-    compiled = CompiledModule(model)
-    assert_eagers(compiled, model)
-    layer: Any = model.blocks[9]
-    layer.linear.weight = nn.Parameter(torch.randn(4, 4))
-    layer.shift = torch.randn(4)
-    assert_eagers(compiled, model)
+
+    def change(model: Any) -> None:
+        model.blocks[9].linear.weight = nn.Parameter(torch.randn(4, 4))
+        model.blocks[9].shift = torch.randn(4)
+
+    assert_eagers_after_each(Stack(), change)
     assert found == [True]
 
 
@@ -212,13 +213,11 @@ def test_a_weight_that_all_layers_share_is_one(
 
 def test_weights_that_are_tied_later_have_eagers_gradients() -> None:
     torch.manual_seed(0)
-    model = Stack()
-    compiled = CompiledModule(model)
-    assert_eagers(compiled, model)
-    one: Any = model.blocks[4]
-    other: Any = model.blocks[9]
-    other.linear.weight = one.linear.weight
-    assert_eagers(compiled, model)
+
+    def tie(model: Any) -> None:
+        model.blocks[9].linear.weight = model.blocks[4].linear.weight
+
+    assert_eagers_after_each(Stack(), tie)
 
 
 class ReadsDicts(Layer):
@@ -237,14 +236,11 @@ class ReadsDicts(Layer):
 
 def test_dictionaries_of_a_layer_that_was_not_captured_are_guarded(found: list[bool]) -> None:
     torch.manual_seed(0)
-    model = Stack(ReadsDicts)
-    compiled = CompiledModule(model)
-    assert_eagers(compiled, model)
-    layer: Any = model.blocks[9]
-    layer.scales["b"] = 0.25
-    assert_eagers(compiled, model)
-    del layer.branches["a"]
-    assert_eagers(compiled, model)
+    assert_eagers_after_each(
+        Stack(ReadsDicts),
+        lambda model: setitem(model.blocks[9].scales, "b", 0.25),
+        lambda model: delitem(model.blocks[9].branches, "a"),
+    )
     assert found == [True, False, False]
 
 
@@ -275,11 +271,7 @@ def test_modules_that_are_replaced_by_equal_ones_are_read(
     change: Callable[[Any], None], found: list[bool]
 ) -> None:
     torch.manual_seed(0)
-    model = Stack()
-    compiled = CompiledModule(model)
-    assert_eagers(compiled, model)
-    change(model)
-    assert_eagers(compiled, model)
+    assert_eagers_after_each(Stack(), change)
     assert found[0]
 
 
@@ -307,21 +299,15 @@ class OfConfig(Stack):
 )
 def test_a_changed_configuration_is_seen(name: str, value: Any, found: list[bool]) -> None:
     torch.manual_seed(0)
-    model = OfConfig()
-    compiled = CompiledModule(model)
-    assert_eagers(compiled, model)
-    setattr(model.config, name, value)
-    assert_eagers(compiled, model)
+    assert_eagers_after_each(OfConfig(), lambda model: setattr(model.config, name, value))
     assert found == [True, False]
 
 
 def test_one_type_of_layers_is_changed_in_place(found: list[bool]) -> None:
     torch.manual_seed(0)
-    model = OfConfig()
-    compiled = CompiledModule(model)
-    assert_eagers(compiled, model)
-    model.config.layer_types[9] = "sliding"
-    assert_eagers(compiled, model)
+    assert_eagers_after_each(
+        OfConfig(), lambda model: setitem(model.config.layer_types, 9, "sliding")
+    )
     assert found == [True, False]
 
 
