@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 _OPTIONS = {
     # Round to bfloat16 where the operators would: else a region keeps float32 inside.
     "emulate_precision_casts": True,
+    # Quotients as IEEE 754 rounds them: Triton's own are approximate.
+    "eager_numerics.division_rounding": True,
     # One kernel after the other, as nothing of the program would gain from a choice by time.
     "max_autotune": False,
     "max_autotune_pointwise": False,

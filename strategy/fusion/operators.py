@@ -2,8 +2,9 @@
 
 IEEE 754 defines the results of sums, products, quotients and comparisons, and moving numbers does not change them.
 Others (`exp`, `tanh`, `sqrt`, `gelu`, ...) differ in their last bit between PyTorch's kernels and inductor's, and
-reductions in the order of their terms; they stay as they are, so that no bit depends on what is fused. On CUDA so do
-quotients: PyTorch multiplies by the inverse of a number, and Triton's are not rounded as IEEE 754 has it.
+reductions in the order of their terms; they stay as they are, so that no bit depends on what is fused. On CUDA some,
+and quotients, are written in formulas that have PyTorch's bits (`functions.py`); they fuse where the device that is
+there was asked (`same_bits.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from thunder.core import dtypes
 from thunder.core.symbol import BoundSymbol
 from torch._ops import OpOverload
 
-from thunder_memsave.fusion import inductor
+from thunder_memsave.fusion import functions, inductor, same_bits
 from thunder_memsave.measure.op_profile import OpProfile
 from thunder_memsave.ops import aten_operators
 from thunder_memsave.passes.symbols import is_cast
@@ -46,7 +47,7 @@ _VIEWS: frozenset[OpOverload] = frozenset(
         *(_aten.unbind.int, _aten.chunk.default),
     }
 )
-INEXACT_ON_CUDA = frozenset({_aten.div.Tensor})
+EXACT_ON_CUDA = EXACT - {_aten.div.Tensor}
 ROUNDING_NUMBERS: frozenset[OpOverload] = frozenset(
     {
         *(_aten.add.Tensor, _aten.sub.Tensor, _aten.threshold_backward.default),
@@ -70,6 +71,16 @@ class Kind(Enum):
     """Ends a run."""
 
 
+def is_pure(bsym: BoundSymbol, profile: OpProfile) -> bool:
+    """Return whether it is one of PyTorch's operators, or a cast, that does nothing but make its results."""
+    operator = aten_operators.operator_of(bsym)
+    if not is_cast(bsym) and (operator is None or operator.namespace != "aten"):
+        return False
+    return not (
+        profile.written or profile.changes_device or profile.is_random or profile.is_collective
+    )
+
+
 def kind_of(bsym: BoundSymbol, profile: OpProfile) -> Kind:
     """Return what a symbol is to a run.
 
@@ -78,17 +89,19 @@ def kind_of(bsym: BoundSymbol, profile: OpProfile) -> Kind:
         profile: Its profile on the layouts of the trace.
     """
     operator = aten_operators.operator_of(bsym)
-    if not (is_cast(bsym) or operator in EXACT or operator in _VIEWS):
+    is_function = not is_cast(bsym) and _is_function(bsym, operator)
+    if not (is_cast(bsym) or is_function or operator in EXACT or operator in _VIEWS):
         return Kind.OTHER
     results = [r for r in profile.results if r is not None]
-    if profile.written or profile.changes_device or profile.is_random or not results:
+    if not is_pure(bsym, profile) or not results:
         return Kind.OTHER
     if any(r.layout.dtype not in _dtypes(bsym) for r in results):
         return Kind.OTHER
     made = [r.storage >= profile.num_argument_storages for r in results]
     if not any(made):
         return Kind.VIEW if profile.num_argument_storages == 1 else Kind.OTHER
-    return Kind.FUSES if all(made) and _is_exact(bsym, operator) else Kind.OTHER
+    is_exact = is_function or _is_exact(bsym, operator)
+    return Kind.FUSES if all(made) and is_exact else Kind.OTHER
 
 
 def _dtypes(bsym: BoundSymbol) -> frozenset[torch.dtype]:
@@ -101,9 +114,22 @@ def _is_exact(bsym: BoundSymbol, operator: OpOverload | None) -> bool:
     """Return whether nothing of the call makes it inexact: sums with a factor round once or twice."""
     if bsym.kwargs.get("alpha", 1) != 1:
         return False
-    if operator in INEXACT_ON_CUDA and any(p.device.type == "cuda" for p in bsym.flat_proxy_outs):
+    if operator in EXACT - EXACT_ON_CUDA and any(
+        p.device.type == "cuda" for p in bsym.flat_proxy_outs
+    ):
         return False
     return operator not in ROUNDING_NUMBERS or _rounds_no_number(bsym)
+
+
+def _is_function(bsym: BoundSymbol, operator: OpOverload | None) -> bool:
+    """Return whether it is a function on CUDA, of tensors of one dtype, that was compared there."""
+    if operator is None or not functions.has_formula(operator, bsym.kwargs):
+        return False
+    tensors = [*bsym.flat_proxy_args, *bsym.flat_proxy_outs]
+    (dtype, *others) = {p.dtype for p in tensors}
+    if others or any(p.device.type != "cuda" for p in tensors):
+        return False
+    return same_bits.has_same_bits(operator, dtypes.to_torch_dtype(dtype), str(tensors[0].device))
 
 
 def _rounds_no_number(bsym: BoundSymbol) -> bool:

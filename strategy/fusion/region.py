@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_memsave.fusion import inductor
+from thunder_memsave.fusion.functions import formulas
 from thunder_memsave.measure.layouts import Layout, Value, make_arguments
 from thunder_memsave.measure.op_profile import text_of
 from thunder_memsave.ops.location import location
@@ -67,6 +68,8 @@ class Region:
         self._inputs = inputs
         self._strides = [layout.stride for layout in inputs]
         self._kernel: inductor.Kernel | None = None
+        self._laid_out: Sequence[tuple[int, ...] | None] = ()
+        """The strides of each result, where inductor gives dims of one element others; None: they are the same."""
         self.is_refused = False
         """Whether it could not be compiled, or inductor lays its results out otherwise."""
         self.has_failed = False
@@ -79,7 +82,10 @@ class Region:
         if is_eager or [a.stride() for a in args] != self._strides:
             return self._eager(*args)  # type: ignore[no-any-return]
         assert self._kernel is not None
-        return tuple(self._kernel(*args))
+        return [
+            made if stride is None else made.as_strided(made.shape, stride)
+            for made, stride in zip(self._kernel(*args), self._laid_out, strict=True)
+        ]
 
     def is_compiled(self) -> bool:
         """Compile it, once, and return whether it can run: what cannot is logged, and must stay single operators."""
@@ -105,6 +111,10 @@ class Region:
             self._refuse("its results share memory")
         else:
             self._kernel = kernel
+            self._laid_out = [
+                None if a.stride() == b.stride() else b.stride()
+                for a, b in zip(found, expected, strict=True)
+            ]
         self.compile_s = time.perf_counter() - start
 
     def _refuse(self, reason: str) -> None:
@@ -116,8 +126,9 @@ class Region:
             mode = FakeTensorMode()
             with mode:
                 fakes = [_fake(layout) for layout in self._inputs]
+            table = formulas() if any(f.is_cuda for f in fakes) else {}
             with mode, torch._C.DisableTorchFunctionSubclass():
-                graph = make_fx(lambda *a: list(self._eager(*a)))(*fakes)
+                graph = make_fx(lambda *a: list(self._eager(*a)), decomposition_table=table)(*fakes)
         return graph, fakes
 
 
@@ -128,8 +139,10 @@ def _fake(layout: Layout) -> Tensor:
 
 
 def _described(tensor: Tensor) -> tuple[Any, ...]:
+    """Describe a layout; strides of dims of one element say nothing."""
     nbytes = tensor.untyped_storage().nbytes()
-    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, nbytes)
+    strides = [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
+    return (tensor.shape, strides, tensor.storage_offset(), tensor.dtype, nbytes)
 
 
 def _num_storages(*tensors: Sequence[Tensor]) -> int:

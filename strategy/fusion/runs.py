@@ -1,7 +1,7 @@
 """Cuts a trace that runs into regions: neighbours that fuse, with the views between them.
 
-Nothing moves over another operation, so what communicates, draws or writes keeps its place, and a region holds no more
-at any moment than its operations one by one.
+What communicates, draws or writes keeps its place, and a region holds no more at any moment than its operations one by
+one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
 from thunder_memsave.budget.extract import Values, is_bookkeeping
-from thunder_memsave.fusion.operators import Kind, kind_of
+from thunder_memsave.fusion.neighbours import Placed, beside
+from thunder_memsave.fusion.operators import Kind, is_pure, kind_of
 from thunder_memsave.fusion.region import bind, has_failed, known
 
 FEWEST = 2
@@ -33,10 +34,10 @@ def fused(trace: TraceCtx, values: Values) -> TraceCtx:
     Raises:
         CompileError: an operation does not run on tensors without data.
     """
-    symbols = trace.bound_symbols
-    kinds = [_kind(bsym, index, values) for index, bsym in enumerate(symbols)]
-    cut = _Cut(symbols, kinds, values)
-    found = list(cut.symbols())
+    placed = [_placed(bsym, index, values) for index, bsym in enumerate(trace.bound_symbols)]
+    placed = beside(placed, values)
+    symbols = [p.bsym for p in placed]
+    found = list(_Cut(symbols, [p.kind for p in placed], values).symbols())
     if len(found) == len(symbols):
         return trace
     new = from_trace(trace)
@@ -44,16 +45,17 @@ def fused(trace: TraceCtx, values: Values) -> TraceCtx:
     return new
 
 
-def _kind(bsym: BoundSymbol, index: int, values: Values) -> Kind:
+def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
     if is_bookkeeping(bsym):
-        return Kind.OTHER
+        return Placed(bsym, Kind.OTHER)
     arguments = [values.by_name.get(a.name) for a in bsym.flat_proxy_args]
     profile = values.known.profile(bsym, arguments)
     values.run(bsym, index, "temporary")
     proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
-    if not arguments or not all(isinstance(p, TensorProxy) for p in proxies):
-        return Kind.OTHER
-    return kind_of(bsym, profile)
+    is_of_tensors = bool(arguments) and all(isinstance(p, TensorProxy) for p in proxies)
+    kind = kind_of(bsym, profile) if is_of_tensors else Kind.OTHER
+    may_be_passed = is_of_tensors and is_pure(bsym, profile)
+    return Placed(bsym, kind, may_be_passed, profile.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,79 @@
+"""Asks a device whether formulas, compiled, have the bits of PyTorch's own kernels there, before any of them fuses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from thunder_memsave.fusion import functions, inductor
+
+_log = logging.getLogger(__name__)
+
+_NUM = 2**16
+"""Numbers of a comparison: all of 16 bits. They take 256 KiB, which come from small segments of the device's memory."""
+_ROUNDS = 8
+
+
+@cache
+def has_same_bits(operator: OpOverload, dtype: torch.dtype, device: str) -> bool:
+    """Return whether a function's formula has the bits of PyTorch's kernel on a device, for a dtype and float32.
+
+    All numbers of 16 bits are compared, and 1,048,576 of float32: half of them of any size, half near zero.
+    """
+    try:
+        found = all(_is_same(operator, d, torch.device(device)) for d in {torch.float32, dtype})
+    except Exception as error:  # of any type, a compiler's own among them
+        _log.info("%s does not fuse: %s", operator, str(error).partition("\n")[0])
+        return False
+    if not found:
+        _log.info("%s does not fuse: its bits are other ones in inductor's kernels here", operator)
+    return found
+
+
+def _is_same(operator: OpOverload, dtype: torch.dtype, device: torch.device) -> bool:
+    with unset_fake_temporarily(), torch.no_grad(), torch.device(device):
+        return all(_is_call_same(call, num, dtype) for call, num in functions.calls(operator))
+
+
+def _is_call_same(call: Callable[..., Tensor], num: int, dtype: torch.dtype) -> bool:
+    kernel: inductor.Kernel | None = None
+    for operands in _operands(dtype, num):
+        kernel = kernel or compiled(call, operands)
+        ours, theirs = kernel(*operands)[0], call(*operands)
+        if not bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()):
+            return False
+    return True
+
+
+def compiled(call: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> inductor.Kernel:
+    """Compile a call that has a formula for the layouts of its operands."""
+    with inductor.options():
+        traced = make_fx(
+            lambda *args: [call(*args)],
+            decomposition_table=functions.formulas(),
+            tracing_mode="fake",
+        )
+        graph = traced(*operands)
+    return inductor.compile_graph(graph, operands)
+
+
+def _operands(dtype: torch.dtype, num: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield operands: every number of 16 bits as the last one; for float32 any bits, and numbers near zero."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+    for number in range(_ROUNDS):
+        bits = torch.randint(-(2**31), 2**31, (num, _NUM), generator=generator)
+        near = torch.randn((num, _NUM), generator=generator) * 4
+        if dtype == torch.float32:
+            yield tuple(bits.to(torch.int32).view(torch.float32))
+            yield tuple(near)
+            continue
+        last = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+        others = near.to(dtype) if number % 2 else bits.to(torch.int16).view(dtype)
+        yield (*others[1:], last)
