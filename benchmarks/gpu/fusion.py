@@ -81,12 +81,13 @@ def written_functions(target: Target) -> Measured:
     found: dict[str, dict[str, int]] = {}
     for operator in functions.FORMULAS:
         for dtype in (torch.float32, torch.bfloat16):
-            has = same_bits.has_same_bits(operator, dtype, target.device)
             counts = [_differing(c, num, dtype, target) for c, num in functions.calls(operator)]
             different, compared = (sum(numbers) for numbers in zip(*counts, strict=True))
-            require(not (has and different), f"{operator} in {dtype}: {different:,} differ")
-            found[f"{operator} {dtype}"] = {"compared": compared, "different": different}
-    same = [name for name, numbers in found.items() if not numbers["different"]]
+            fuses = same_bits.has_same_bits(operator, dtype, torch.device(target.device, 0))
+            require(not (fuses and different), f"{operator} in {dtype}: {different:,} differ")
+            numbers = {"compared": compared, "different": different, "fuses": fuses}
+            found[f"{operator} {dtype}"] = numbers
+    same = [name for name, numbers in found.items() if numbers["fuses"]]
     compared = sum(found[name]["compared"] for name in same)
     return Measured(line=f"the same {compared:,} bits: {', '.join(same)}", numbers=found)
 

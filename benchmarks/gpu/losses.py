@@ -54,6 +54,7 @@ def in_one_launch(target: Target) -> Measured:
             most = _MOST[logits.dtype] * (1 if target.is_cuda else 2)
             require(error <= 1.05 * most, f"{about}: relative error of gradients {error:.1e}")
             of_gradients = max(of_gradients, error)
+    _compare_factors(target)
     line = f"errors against float64: losses {of_losses:.1e}, gradients {of_gradients:.1e}"
     times = _times(target) if target.is_cuda else {}
     shown = "".join(f"; {name} {seconds * 1e3:.2f} ms" for name, seconds in times.items())
@@ -97,6 +98,20 @@ def _loss_error(about: str, found: Tensor, exact: Tensor) -> float:
 def _gradient_error(found: Tensor, exact: Tensor) -> float:
     size = exact.norm()
     return float((found.double() - exact).norm() / size) if size > 1e-6 else 0.0
+
+
+def _compare_factors(target: Target) -> None:
+    """Compare gradients times a factor with PyTorch's operators, bit by bit on a device."""
+    for dtype, num_factors in product(_MOST, (1, _ROWS)):
+        value = torch.randn(_ROWS, 9001, device=target.device).to(dtype)
+        factors = torch.rand(num_factors, device=target.device) + 0.5
+        found = launches.scaled_rows(value, factors)
+        exact = value.float() * factors[:, None]
+        about = f"{num_factors} factors of {dtype}"
+        if target.is_cuda:
+            require(torch.equal(found, exact.to(dtype)), f"{about}: other bits than PyTorch's")
+        error = ((found.float() - exact) / exact.abs().clamp_min(2.0**-14)).abs().max()
+        require(float(error) <= 2 * _MOST[dtype], f"{about}: relative error {error:.1e}")
 
 
 def _times(target: Target) -> dict[str, float]:

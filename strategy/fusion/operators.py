@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
-from thunder.core import dtypes
+from thunder.core import devices, dtypes
 from thunder.core.symbol import BoundSymbol
 from torch._ops import OpOverload
 
@@ -129,7 +129,8 @@ def _is_function(bsym: BoundSymbol, operator: OpOverload | None) -> bool:
     (dtype, *others) = {p.dtype for p in tensors}
     if others or any(p.device.type != "cuda" for p in tensors):
         return False
-    return same_bits.has_same_bits(operator, dtypes.to_torch_dtype(dtype), str(tensors[0].device))
+    device = devices.to_torch_device(tensors[0].device)
+    return same_bits.has_same_bits(operator, dtypes.to_torch_dtype(dtype), device)
 
 
 def _rounds_no_number(bsym: BoundSymbol) -> bool:

@@ -170,6 +170,25 @@ def test_where_no_region_can_be_compiled_operators_stay_and_the_log_says_so(
     assert len(tried) == len(set(of_fusion(caplog))) == len(of_fusion(caplog))
 
 
+@pytest.mark.usefixtures("compiler")
+def test_a_dim_of_one_element_may_have_any_stride(caplog: pytest.LogCaptureFixture) -> None:
+    class OneHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+            heads = self.project(x).view(5, 3, 1, 16).transpose(1, 2)
+            return (heads * turn[:, None] + heads * 0.5).sum()
+
+    with caplog.at_level(logging.WARNING):
+        fused = step(OneHead, batch(), fusion=True)
+    assert of_fusion(caplog) == []
+    unfused = step(OneHead, batch(), fusion=False)
+    assert_same(fused, unfused)
+    assert_kept_promise(fused, unfused)
+
+
 def _transformer(name: str, dtype: torch.dtype) -> nn.Module:
     dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1} if name == "gpt2" else {}
     build: Any = getattr(models, name)

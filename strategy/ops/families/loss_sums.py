@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from typing_extensions import override
 
 from thunder_memsave.aten.record import once_through_memory, turns_of
+from thunder_memsave.ops.launches import losses as launches
 
 if TYPE_CHECKING:
     from thunder_memsave.ops.families.tiled_loss import Head, LaunchedTile, Tile
@@ -151,7 +152,10 @@ def _flops_of_product(
 
 
 def multiplied(value: Tensor, factor: Tensor) -> Tensor:
-    """Return `value * factor` in its dtype, by parts of its rows where the factor has a wider one."""
+    """Return `value * factor` in its dtype, without a whole copy in the factor's, which may be wider."""
+    is_of_rows = factor.numel() in (1, value.shape[0])
+    if factor.dtype is torch.float32 and is_of_rows and launches.applies(value, value.dtype):
+        return launches.scaled_rows(value.contiguous(), factor.reshape(-1).contiguous())
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
     factor = factor.reshape(-1, *[1] * (value.ndim - 1))
     if value.dtype is factor.dtype:

@@ -1,4 +1,4 @@
-"""Triton kernels of a cross-entropy: the terms of a row's softmax, and the gradients of its logits in their place.
+"""Triton kernels of a cross-entropy: terms of a row's softmax, gradients of its logits in their place, and factors.
 
 A logit `x` stands for `y = x * SCALE`, or `CAP * tanh(x * SCALE / CAP)` where `CAP` is not 0. All is computed in
 float32. `losses.py` launches the kernels; importing this module imports Triton.
@@ -103,3 +103,23 @@ def gradients_kernel(
         gradient *= 1.0 - tanh * tanh
     gradient *= SCALE
     tl.store(logits + places, gradient.to(logits.dtype.element_ty), mask=is_class)
+
+
+@triton.jit
+def scale_rows_kernel(
+    values,
+    factors,
+    results,
+    num_columns,
+    BLOCKS_OF_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write `BLOCK` products of a row of contiguous (rows, `num_columns`) values and its factor in each program."""
+    program = tl.program_id(0).to(tl.int64)
+    row = program // BLOCKS_OF_ROW
+    places = program % BLOCKS_OF_ROW * BLOCK + tl.arange(0, BLOCK)
+    is_column = places < num_columns
+    factor = tl.load(factors + row)
+    value = tl.load(values + row * num_columns + places, mask=is_column, other=0.0)
+    result = (value.to(tl.float32) * factor).to(results.dtype.element_ty)
+    tl.store(results + row * num_columns + places, result, mask=is_column)

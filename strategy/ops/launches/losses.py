@@ -1,7 +1,7 @@
 """Losses of a tile's logits in one launch, and their gradients in place of the logits in another, by Triton.
 
-PyTorch's operators make a copy in float32 and go through it five times; `families/tiled_loss.py` runs them where Triton
-does not run, and for dtypes that need no copy.
+A third multiplies gradients by the loss's own. PyTorch's operators make a copy in float32 and go through it five times;
+they run (`families/tiled_loss.py`) where Triton does not, and for dtypes that need no copy.
 """
 
 from __future__ import annotations
@@ -133,6 +133,31 @@ def write_gradients(
                     BLOCK=_WRITTEN,
                     num_warps=_WRITTEN_WARPS,
                 )
+
+
+def scaled_rows(value: Tensor, factors: Tensor) -> Tensor:
+    """Return `value * factors` in its dtype, computed in float32.
+
+    Args:
+        value: Contiguous, bfloat16 or float16.
+        factors: float32 (1,), for all; or (rows,), one for each slice along the first dim.
+    """
+    result = torch.empty_like(value)
+    with once_through_memory(value, result):
+        if available.has_numbers(value) and value.numel():
+            num_columns = value.numel() // factors.numel()
+            blocks_of_row = -(-num_columns // _WRITTEN)
+            with torch.cuda.device_of(value):
+                _kernels().scale_rows_kernel[(factors.numel() * blocks_of_row,)](
+                    value,
+                    factors,
+                    result,
+                    num_columns,
+                    BLOCKS_OF_ROW=blocks_of_row,
+                    BLOCK=_WRITTEN,
+                    num_warps=_WRITTEN_WARPS,
+                )
+    return result
 
 
 @cache

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.ops.cuda_device import planned_for
-from thunder_memsave.ops.families.loss_sums import Gradients, Wanted
+from thunder_memsave.ops.families.loss_sums import Gradients, Wanted, multiplied
 from thunder_memsave.ops.families.tiled_loss import (
     Head,
     LaunchedTile,
@@ -77,6 +77,18 @@ def test_only_16_bits_on_cuda_are_launched() -> None:
         assert losses.applies(x, torch.bfloat16)
         assert losses.applies(x, torch.float16)
         assert not losses.applies(x, torch.float32)
+
+
+def test_gradients_times_a_factor_go_once_through_memory() -> None:
+    shape = CLASSES, WIDTH
+    with FakeTensorMode(), planned_for(torch.device("cuda"), (9, 0)):
+        value = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        factor = torch.empty((), device="meta")
+        with AtenRecord((value, factor)) as record:
+            result = multiplied(value, factor)
+    assert (result.shape, result.dtype, result.is_contiguous()) == (shape, value.dtype, True)
+    assert record.moved_bytes == 2 * 2 * CLASSES * WIDTH
+    assert record.peak_bytes == 2 * CLASSES * WIDTH
 
 
 def test_targets_need_not_be_contiguous() -> None:
