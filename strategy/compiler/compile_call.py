@@ -225,8 +225,10 @@ class CallCompiler:
         """Return the profiles of all symbols that are fused, and planned for; None where nothing is fused."""
         fuses = self.config.fusion
         if fuses == "auto":
-            fuses = any(t.is_cuda for t in tensors.values())
-        if not fuses or self.target is not None:
+            planned = self.target
+            on_cuda = [t.is_cuda for t in tensors.values()]
+            fuses = any(on_cuda) if planned is None else planned.type == "cuda"
+        if not fuses:
             return None
         return profiles() if self.planner is None else self.planner.profiles
 

@@ -14,23 +14,26 @@ from thunder_memsave.fusion.runs import fused
 
 
 def fuse(state: State) -> State:
-    """Fuse each trace for itself; nothing changes where the settings, or a missing compiler, say so."""
+    """Fuse each trace for itself; nothing changes where the settings, or a missing compiler, say so.
+
+    What is planned for another device is cut as there, and nothing is compiled.
+    """
     facts = state.facts
-    if facts.fusion is None or not facts.is_run or state.forward is None:
+    if facts.fusion is None or state.forward is None:
         return state
     device_type = _device_type(state.forward)
-    if (reason := inductor.why_unavailable(device_type)) is not None:
+    if facts.is_run and (reason := inductor.why_unavailable(device_type)) is not None:
         inductor.warn_unavailable(reason)
         return state
     values = _values(state)
-    forward = fused(state.forward, values)
+    forward = fused(state.forward, values, compiles=facts.is_run)
     if state.backward is None:
         return replace(state, forward=forward)
     backward = _fused_backward(state, state.backward, values)
     keeping = state.keeping
     if keeping is not None:
         others = _values(state)
-        fused(state.forward, others)
+        fused(state.forward, others, compiles=facts.is_run)
         keeping = _fused_backward(state, keeping, others)
     return replace(state, forward=forward, backward=backward, keeping=keeping)
 
@@ -46,7 +49,7 @@ def _fused_backward(state: State, backward: TraceCtx, values: Values) -> TraceCt
     for proxy in backward.args[1]:
         if isinstance(proxy, TensorProxy):
             values.add_cotangent(proxy)
-    return fused(backward, values)
+    return fused(backward, values, compiles=state.facts.is_run)
 
 
 def _device_type(trace: TraceCtx) -> str:

@@ -127,7 +127,9 @@ def _is_function(bsym: BoundSymbol, operator: OpOverload | None) -> bool:
         return False
     tensors = [*bsym.flat_proxy_args, *bsym.flat_proxy_outs]
     (dtype, *others) = {p.dtype for p in tensors}
-    if others or any(p.device.type != "cuda" for p in tensors):
+    if others or dtypes.to_torch_dtype(dtype) not in _DTYPES:
+        return False
+    if any(p.device.type != "cuda" for p in tensors):
         return False
     device = devices.to_torch_device(tensors[0].device)
     return same_bits.has_same_bits(operator, dtypes.to_torch_dtype(dtype), device)

@@ -14,7 +14,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 
 from thunder_memsave.budget.extract import Values, is_bookkeeping
-from thunder_memsave.fusion.neighbours import Placed, beside
+from thunder_memsave.fusion.memory import Memory, Placed, with_places
+from thunder_memsave.fusion.neighbours import beside
 from thunder_memsave.fusion.operators import Kind, is_pure, kind_of
 from thunder_memsave.fusion.region import bind, has_failed, known
 
@@ -24,21 +25,21 @@ MOST = 64
 """Operators of a region at most: inductor's time grows faster than their number."""
 
 
-def fused(trace: TraceCtx, values: Values) -> TraceCtx:
+def fused(trace: TraceCtx, values: Values, *, compiles: bool = True) -> TraceCtx:
     """Return the trace with regions in place of runs; the very same trace where there are none.
 
     Args:
         trace: A forward or a backward in its final order, before values are deleted.
         values: With the trace's arguments; gets all values of the trace.
+        compiles: Whether each region is compiled; otherwise each is taken to be one kernel.
 
     Raises:
         CompileError: an operation does not run on tensors without data.
     """
     placed = [_placed(bsym, index, values) for index, bsym in enumerate(trace.bound_symbols)]
-    placed = beside(placed, values)
-    symbols = [p.bsym for p in placed]
-    found = list(_Cut(symbols, [p.kind for p in placed], values).symbols())
-    if len(found) == len(symbols):
+    placed = with_places(beside(with_places(placed), values))
+    found = list(_Cut(placed, values, compiles=compiles).symbols())
+    if len(found) == len(placed):
         return trace
     new = from_trace(trace)
     new.bound_symbols = found
@@ -46,7 +47,7 @@ def fused(trace: TraceCtx, values: Values) -> TraceCtx:
 
 
 def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
-    if is_bookkeeping(bsym):
+    if is_bookkeeping(bsym) or not bsym.flat_proxy_outs:  # such as one that keeps a gradient
         return Placed(bsym, Kind.OTHER)
     arguments = [values.by_name.get(a.name) for a in bsym.flat_proxy_args]
     profile = values.known.profile(bsym, arguments)
@@ -72,10 +73,16 @@ class _Span:
 class _Cut:
     """Cuts one trace."""
 
-    def __init__(
-        self, symbols: Sequence[BoundSymbol], kinds: Sequence[Kind], values: Values
-    ) -> None:
-        self._symbols, self._kinds, self._values = symbols, kinds, values
+    def __init__(self, placed: Sequence[Placed], values: Values, *, compiles: bool) -> None:
+        symbols = self._symbols = [p.bsym for p in placed]
+        self._kinds = [p.kind for p in placed]
+        self._values, self._compiles = values, compiles
+        self._memory = Memory(placed, values)
+        self._last_use: dict[int, int] = {}
+        """Index of the last use, by storage."""
+        for index in range(len(placed)):
+            self._last_use.update(dict.fromkeys(self._memory.uses(index), index))
+        self._before, self._most = self._held()
         self._last: dict[str, int] = {}
         """Index of the last reader, by name."""
         for index, bsym in enumerate(symbols):
@@ -127,23 +134,40 @@ class _Cut:
         return ends
 
     def _holds_no_more(self, start: int, stop: int) -> bool:
-        """Return whether the results are at most what the operations one by one hold beside what was there before."""
-        live = most = 0
-        made: dict[int, int] = {}
-        for index in range(start, stop):
-            bsym = self._symbols[index]
-            if self._kinds[index] is Kind.FUSES:
-                new = {self._storage(o): self._nbytes(o) for o in bsym.flat_proxy_outs}
-                made |= new
-                live += sum(new.values())
-                most = max(most, live)
-            for storage in {
-                self._storage(p) for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
-            }:
-                if self._last_of_storage.get(storage, index) <= index:
-                    live -= self._values.storages[storage].nbytes
+        """Return whether the results are at most what the operations one by one hold beside what was there before.
+
+        They may be more where the trace holds as much at another moment.
+        """
         outputs = self._outputs(start, stop)
-        return sum(self._nbytes(o) for o in outputs) <= most and bool(outputs)
+        if not outputs or self._divides_sum(start, stop):
+            return False
+        most, _ = self._memory.held(range(start, stop), self._dying(start, stop))
+        room = max(most, self._most - self._before[start])
+        return sum(map(self._nbytes, outputs)) <= room
+
+    def _divides_sum(self, start: int, stop: int) -> bool:
+        """Return whether a part that is left out and its sum are not on one side: both would be made then."""
+        memory, span = self._memory, range(start, stop)
+        inside = [s for index in span for s in memory.uses(index) & memory.absent]
+        made = {s for index in span for s in memory.made[index]}
+        return any(s not in made or self._last_use[s] >= stop for s in inside)
+
+    def _held(self) -> tuple[list[int], int]:
+        """Return what the trace holds before each symbol, beside what it finds, and the most that it ever holds."""
+        before, live, most = [], 0, 0
+        for index in range(len(self._symbols)):
+            before.append(live)
+            of_one, more = self._memory.held([index], self._dying(index, index + 1))
+            most = max(most, live + of_one)
+            live += more
+        return before, most
+
+    def _dying(self, start: int, stop: int) -> dict[int, int]:
+        """Return the indices after which the storages that die in a span are freed."""
+        used = {s for index in range(start, stop) for s in self._memory.uses(index)}
+        return {
+            s: self._last_use[s] for s in used if self._last_use[s] < stop and self._memory.dies(s)
+        }
 
     def _storage(self, proxy: Proxy) -> int:
         return self._values.by_name[proxy.name].storage
@@ -207,6 +231,8 @@ class _Cut:
 
     def _is_one_kernel(self, region: BoundSymbol) -> bool:
         """Return whether it can be compiled, and allocates no more than its results."""
+        if not self._compiles:
+            return True
         compiled = known(region.sym.name)
         if compiled is None or not compiled.is_compiled():
             return False

@@ -76,31 +76,36 @@ def test_a_function_is_looked_up_by_its_dtype_and_device_on_cuda_alone() -> None
     assert asked == [(aten.silu.default, torch.bfloat16, torch.device("cuda", 0))]
 
 
-def of_abs(formula: Any, dtype: torch.dtype) -> bool:
-    with patch.object(functions, "FORMULAS", {aten.abs.default: formula}):
+def of_neg(formula: Any, dtype: torch.dtype) -> bool:
+    with patch.object(functions, "FORMULAS", {aten.neg.default: formula}):
         cpu = torch.device("cpu")
-        return same_bits.has_same_bits.__wrapped__(aten.abs.default, dtype, cpu)
+        return same_bits._is_compared.__wrapped__(aten.neg.default, dtype, cpu)
 
 
 def right(x: Tensor) -> Tensor:
-    return torch.maximum(x, -x)
+    return x * -1.0
 
 
 def nearly_right(x: Tensor) -> Tensor:
-    return torch.maximum(x, -x).float() * (1 + 2.0**-20)
+    return x.float() * -(1 + 2.0**-20)
 
 
 def wrong_where_it_is_large(x: Tensor) -> Tensor:
     return right(x).clamp(max=3e38)
 
 
+def wrong_zero(x: Tensor) -> Tensor:
+    return 0.0 - x
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_device_is_asked_for_all_sizes_of_numbers(dtype: torch.dtype) -> None:
     if (reason := inductor.why_unavailable("cpu")) is not None:
         pytest.skip(reason)
-    assert of_abs(right, dtype)
-    assert not of_abs(nearly_right, dtype)  # in 16 bits it is right; float32 tells
-    assert not of_abs(wrong_where_it_is_large, dtype)
+    assert of_neg(right, dtype)
+    assert not of_neg(nearly_right, dtype)  # in 16 bits it is right; float32 tells
+    assert not of_neg(wrong_where_it_is_large, dtype)
+    assert not of_neg(wrong_zero, dtype)
 
 
 def test_a_comparison_that_fails_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,8 +113,8 @@ def test_a_comparison_that_fails_is_said(caplog: pytest.LogCaptureFixture) -> No
         raise OSError("no compiler\nmore")
 
     with patch.object(same_bits, "compiled", fail), caplog.at_level(logging.WARNING):
-        assert not of_abs(right, torch.float32)
+        assert not of_neg(right, torch.float32)
     (line,) = caplog.messages
     assert line == (
-        "aten.abs.default is not fused on cpu, which takes longer: comparing its bits raised OSError: no compiler"
+        "aten.neg.default is not fused on cpu, which takes longer: comparing its bits raised OSError: no compiler"
     )

@@ -7,9 +7,9 @@
 
 Eager PyTorch's autograd adds up gradients so, and many models their activations. A loop over tokens moves as many
 bytes as it has tokens then, not their square. Sums skip the zeros around a part, so that a negative zero may keep its
-sign; all else has the same bits. The tensor must be made by an operator of PyTorch or a cast in the same trace, and
-have been read by no others, which may read it later than where they stand (collectives, copies to the host). This runs
-where the trace is final: until then a plan may compute any value again.
+sign; all else has the same bits. The tensor must be made by an operator of PyTorch, a cast or a fused region in the
+same trace, and have been read by no others, which may read it later than where they stand (collectives, copies to the
+host). This runs where the trace is final: until then a plan may compute any value again.
 """
 
 from __future__ import annotations
@@ -45,6 +45,17 @@ def write_in_place(trace: TraceCtx) -> TraceCtx:
         return trace
     found = _Results(trace.bound_symbols)
     return with_others(trace, found.instead, found.left_out)
+
+
+def written_over(symbols: Sequence[BoundSymbol]) -> tuple[dict[int, str], set[int]]:
+    """Return what `write_in_place` would do with symbols in their order.
+
+    Returns:
+        The name of the tensor over which a symbol would write its result, by the symbol's index; and the indices of
+        those that would be left out.
+    """
+    found = _Results(symbols)
+    return {i: b.args[0].name for i, b in found.instead.items()}, found.left_out
 
 
 class _Results:
@@ -145,7 +156,8 @@ class _Results:
     def _remember(self, bsym: BoundSymbol) -> None:
         """Note whose memory the results of a symbol may have."""
         results = [p.name for p in bsym.flat_proxy_outs if is_tensor(p)]
-        if makes_new_memory(bsym) or makes_copy(bsym) or bsym.sym in BATCH_NORMS.values():
+        makes_new = makes_new_memory(bsym) or makes_copy(bsym) or bsym.sym.is_fusion
+        if makes_new or bsym.sym in BATCH_NORMS.values():
             self._sharing.update({name: [name] for name in results})
             self._whole.update(results)
             return
@@ -158,7 +170,7 @@ class _Results:
 
 
 def _runs_at_once(bsym: BoundSymbol) -> bool:
-    return operator_of(bsym) is not None or makes_copy(bsym)
+    return operator_of(bsym) is not None or makes_copy(bsym) or bsym.sym.is_fusion
 
 
 def _facts(proxy: TensorProxy) -> Any:
