@@ -1,7 +1,7 @@
 """Cuts a trace that runs into regions: neighbours that fuse, with the views between them.
 
 What communicates, draws or writes keeps its place, and a region holds no more at any moment than its operations one by
-one.
+one, or than the trace does at another moment.
 """
 
 from __future__ import annotations
