@@ -26,15 +26,22 @@ NUM_RANKS = 2
 class Ran:
     """A model whose first step ran."""
 
-    def __init__(self, sharding: str, *, fusion: bool) -> None:
+    def __init__(self, sharding: str, *, fusion: bool, accumulates: bool = False) -> None:
         self.fabric: Fabric = make_fabric(
-            devices=NUM_RANKS, sharding=sharding, fusion=fusion, timeout="5min"
+            devices=NUM_RANKS,
+            sharding=sharding,
+            fusion=fusion,
+            accumulate="accumulate_unsharded" if accumulates else "reduce_every",
+            timeout="5min",
         )
         torch.manual_seed(0)
         module = models.llama(2)
         self.model: Any
         self.model, optimizer = self.fabric.setup(module, torch.optim.SGD(module.parameters()))
         self.ids = models.token_batch(2, 16, seed=self.fabric.global_rank)
+        if accumulates:
+            with self.fabric.no_backward_sync(self.model):
+                self.step()
         self.step()
         self.gradients: list[Tensor] = [
             p.grad.clone() for p in self.model.parameters() if p.grad is not None
@@ -88,6 +95,22 @@ def check(sharding: str) -> None:
     assert any("gather" in n or "reduce" in n for n in communicated(fused))
     assert fused.predicted_bytes <= unfused.predicted_bytes
     assert fused.measured_bytes() == fused.predicted_bytes
+
+
+@on_fabric_rank
+def check_accumulated() -> None:
+    unfused, fused = (Ran("zero2", fusion=f, accumulates=True) for f in (False, True))
+    assert any(name.startswith(PREFIX) for name in fused.symbols())
+    assert len(fused.gradients) == len(unfused.gradients) > 10
+    assert all(map(torch.equal, fused.gradients, unfused.gradients))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SOAK_HANG_S)
+def test_gradients_kept_unreduced_are_those_without_fusion() -> None:
+    if (reason := inductor.why_unavailable("cpu")) is not None:
+        pytest.skip(reason)
+    run_on_fabric_ranks(check_accumulated, NUM_RANKS, hang_s=SOAK_HANG_S)
 
 
 @pytest.mark.soak

@@ -146,5 +146,6 @@ def test_a_step_of_moved_operators_takes_the_bytes_that_were_predicted(
     if (reason := inductor.why_unavailable("cpu")) is not None:
         pytest.skip(reason)
     fused, unfused = (step(build, x(), fusion=fusion) for fusion in (True, False))
-    assert fused.num_regions > 0 or build is Chain
+    # Regions of a chain would hold more; with some versions nothing of 16 bits fuses on a CPU.
+    assert fused.num_regions > 0 or build in (Chain, Narrowed)
     assert fused.measured_bytes == fused.predicted_bytes <= unfused.predicted_bytes
