@@ -69,7 +69,7 @@ class Region:
         self._strides = [layout.stride for layout in inputs]
         self._kernel: inductor.Kernel | None = None
         self._laid_out: Sequence[tuple[int, ...] | None] = ()
-        """The strides of each result, where inductor gives dims of one element others; None: they are the same."""
+        """The strides of each result, if inductor gives some of them others in dims of one element; None: not this one."""
         self.is_refused = False
         """Whether it could not be compiled, or inductor lays its results out otherwise."""
         self.has_failed = False
@@ -82,9 +82,12 @@ class Region:
         if is_eager or [a.stride() for a in args] != self._strides:
             return self._eager(*args)  # type: ignore[no-any-return]
         assert self._kernel is not None
+        results = self._kernel(*args)
+        if not self._laid_out:
+            return results
         return [
             made if stride is None else made.as_strided(made.shape, stride)
-            for made, stride in zip(self._kernel(*args), self._laid_out, strict=True)
+            for made, stride in zip(results, self._laid_out, strict=True)
         ]
 
     def is_compiled(self) -> bool:
@@ -111,10 +114,9 @@ class Region:
             self._refuse("its results share memory")
         else:
             self._kernel = kernel
-            self._laid_out = [
-                None if a.stride() == b.stride() else b.stride()
-                for a, b in zip(found, expected, strict=True)
-            ]
+            strides = [(a.stride(), b.stride()) for a, b in zip(found, expected, strict=True)]
+            if any(ours != theirs for ours, theirs in strides):
+                self._laid_out = [None if a == b else b for a, b in strides]
         self.compile_s = time.perf_counter() - start
 
     def _refuse(self, reason: str) -> None:
