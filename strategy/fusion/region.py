@@ -69,7 +69,7 @@ class Region:
         self._strides = [layout.stride for layout in inputs]
         self._kernel: inductor.Kernel | None = None
         self._laid_out: Sequence[tuple[int, ...] | None] = ()
-        """The strides of each result, if inductor gives some of them others in dims of one element; None: not this one."""
+        """The strides of each result, if inductor gives dims of one element others; None: not of this one."""
         self.is_refused = False
         """Whether it could not be compiled, or inductor lays its results out otherwise."""
         self.has_failed = False
