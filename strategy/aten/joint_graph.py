@@ -183,7 +183,7 @@ class _Traced:
     module: fx.GraphModule
     rules: list[Rule]
     leaves: Sequence[Any]
-    """Of what the function returns, with their autograd graph."""
+    """The leaves of what the function returns, with their autograd graph."""
     wanted: Sequence[int]
     """Indices of the leaves that need a gradient."""
     reached: tuple[frozenset[int], ...]

@@ -225,9 +225,8 @@ class CallCompiler:
         """Return the profiles of all symbols that are fused, and planned for; None where nothing is fused."""
         fuses = self.config.fusion
         if fuses == "auto":
-            planned = self.target
-            on_cuda = [t.is_cuda for t in tensors.values()]
-            fuses = any(on_cuda) if planned is None else planned.type == "cuda"
+            is_on_cuda = any(t.is_cuda for t in tensors.values())
+            fuses = is_on_cuda if self.target is None else self.target.type == "cuda"
         if not fuses:
             return None
         return profiles() if self.planner is None else self.planner.profiles

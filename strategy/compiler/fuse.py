@@ -10,7 +10,7 @@ from thunder.core.trace import TraceCtx
 from thunder_memsave.budget.extract import Values
 from thunder_memsave.compiler.state import State
 from thunder_memsave.fusion import inductor
-from thunder_memsave.fusion.runs import fused
+from thunder_memsave.fusion.runs import follow, fused
 
 
 def fuse(state: State) -> State:
@@ -33,7 +33,7 @@ def fuse(state: State) -> State:
     keeping = state.keeping
     if keeping is not None:
         others = _values(state)
-        fused(state.forward, others, compiles=facts.is_run)
+        follow(state.forward, others)
         keeping = _fused_backward(state, keeping, others)
     return replace(state, forward=forward, backward=backward, keeping=keeping)
 

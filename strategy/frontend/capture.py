@@ -89,7 +89,7 @@ class Capture:
     in_training_mode: bool = True
     """The module's training mode at capture."""
     _changed: Callable[[], str | None] = field(default=lambda: None, repr=False)
-    """What changed that no guard asks about; None: nothing."""
+    """Tells what changed that no guard asks about; None: nothing."""
 
     @property
     def training(self) -> bool:

@@ -20,22 +20,25 @@ from torch._ops import OpOverload
 
 _aten = torch.ops.aten
 _CUBE = 0.044715
-"""Of the approximation of GELU by tanh (Hendrycks and Gimpel, 2016)."""
+"""The factor of the cube in the approximation of GELU by tanh (Hendrycks and Gimpel, 2016)."""
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.float32)
 
 
+def _below(x: Tensor) -> Tensor:
+    return 1 + torch.exp(-_wide(x))
+
+
 def _sigmoid(x: Tensor) -> Tensor:
-    below = 1 + torch.exp(-_wide(x))
-    return (
-        torch.ones_like(below) / below
-    )  # `1 / x` would be a reciprocal, which inductor approximates
+    below = _below(x)
+    # `1 / below` would be a reciprocal, which inductor approximates.
+    return torch.ones_like(below) / below
 
 
 def _silu(x: Tensor) -> Tensor:
-    return _wide(x) / (1 + torch.exp(-_wide(x)))
+    return _wide(x) / _below(x)
 
 
 def _silu_backward(gradient: Tensor, x: Tensor) -> Tensor:

@@ -55,6 +55,8 @@ class Memory:
         self.read: list[set[int]] = []
         self.made: list[set[int]] = []
         """New memory, by number."""
+        self.last: dict[int, int] = {}
+        """The number of the symbol that uses a storage last."""
         known = set(values.inputs)
         for placed in symbols:
             read = self.storages(p.name for p in placed.bsym.flat_proxy_args)
@@ -68,6 +70,7 @@ class Memory:
             if placed.is_left_out:
                 self.absent |= self.made[-1]
             known.update(read, results)
+            self.last.update(dict.fromkeys(self.uses(len(self.made) - 1), len(self.made) - 1))
 
     def storages(self, names: Iterable[str]) -> set[int]:
         """Return the storages of tensors by their names."""
@@ -78,7 +81,7 @@ class Memory:
         """Return the storages that a symbol reads, writes or makes."""
         return self.read[number] | self.made[number]
 
-    def dies(self, storage: int) -> bool:
+    def _dies(self, storage: int) -> bool:
         """Return whether a storage is freed after its last use: no argument of the caller, no gradient from it."""
         return (
             storage not in self._values.inputs
@@ -89,19 +92,26 @@ class Memory:
         """Return the bytes of storages; what is left out has none."""
         return sum(self._values.storages[s].nbytes for s in storages if s not in self.absent)
 
-    def held(self, numbers: Iterable[int], last: Mapping[int, int]) -> tuple[int, int]:
+    def held(self, numbers: Sequence[int], last: Mapping[int, int], stop: int) -> tuple[int, int]:
         """Return the most that symbols hold beside what there was before, and what they leave beside it.
 
         Args:
             numbers: In the order in which they run.
-            last: The number of the symbol after which a storage is freed; others stay.
+            last: The place of the last use of each storage.
+            stop: The place before which they run: a storage that is used later is not freed.
         """
+        freed_by = {
+            storage: number
+            for number in numbers
+            for storage in self.uses(number)
+            if last[storage] < stop and self._dies(storage)
+        }
         live = most = 0
         for number in numbers:
             placed = self._symbols[number]
             own_bytes = self.bytes_of(self.storages([placed.base])) if placed.base else 0
             if not placed.is_left_out:
                 most = max(most, live + placed.peak_bytes - own_bytes)
-            gone = (s for s in self.uses(number) if last.get(s) == number)
+            gone = (s for s in self.uses(number) if freed_by.get(s) == number)
             live += self.bytes_of(self.made[number]) - self.bytes_of(gone)
         return most, live

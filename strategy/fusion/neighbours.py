@@ -11,7 +11,7 @@ matrices among themselves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from thunder_memsave.budget.extract import Values
 from thunder_memsave.fusion.memory import Memory, Placed
@@ -43,17 +43,16 @@ class _Order:
         self._memory = Memory(symbols, values)
         self.numbers = list(range(len(symbols)))
         self._place = list(range(len(symbols)))
-        """By number."""
+        """The place of each symbol, by its number."""
         self._readers: dict[str, list[int]] = defaultdict(list)
         self._maker: dict[str, int] = {}
-        self._last: dict[int, int] = {}
-        """Place of the last use of a storage."""
+        self._last = dict(self._memory.last)
+        """The place of the last use of a storage."""
         for number, placed in enumerate(symbols):
             for proxy in placed.bsym.flat_proxy_args:
                 self._readers[proxy.name].append(number)
             for proxy in placed.bsym.flat_proxy_outs:
                 self._maker[proxy.name] = number
-            self._last.update(dict.fromkeys(self._memory.uses(number), number))
 
     def is_moved_back(self, number: int) -> bool:
         """Move a symbol to just before its first reader, if that fuses, and tell whether it was."""
@@ -104,7 +103,9 @@ class _Order:
     def _is_reordered(self, start: int, numbers: Sequence[int]) -> bool:
         """Take another order of a span, if no moment of it holds more than the most that was held."""
         stop = start + len(numbers)
-        if self._most(numbers, stop) > self._most(self.numbers[start:stop], stop):
+        orders = (numbers, self.numbers[start:stop])
+        most, most_before = (self._memory.held(order, self._last, stop)[0] for order in orders)
+        if most > most_before:
             return False
         self.numbers[start:stop] = numbers
         for place in range(start, stop):
@@ -114,13 +115,3 @@ class _Order:
                 if self._last[storage] < stop:
                     self._last[storage] = place
         return True
-
-    def _most(self, numbers: Iterable[int], stop: int) -> int:
-        """Return the most bytes that a span, which ends before `stop`, holds beside what it finds."""
-        dying = {
-            storage: number
-            for number in numbers
-            for storage in self._memory.uses(number)
-            if self._last[storage] < stop and self._memory.dies(storage)
-        }
-        return self._memory.held(numbers, dying)[0]

@@ -36,14 +36,18 @@ def fused(trace: TraceCtx, values: Values, *, compiles: bool = True) -> TraceCtx
     Raises:
         CompileError: an operation does not run on tensors without data.
     """
-    placed = [_placed(bsym, index, values) for index, bsym in enumerate(trace.bound_symbols)]
-    placed = with_places(beside(with_places(placed), values))
+    placed = with_places(beside(with_places(follow(trace, values)), values))
     found = list(_Cut(placed, values, compiles=compiles).symbols())
     if len(found) == len(placed):
         return trace
     new = from_trace(trace)
     new.bound_symbols = found
     return new
+
+
+def follow(trace: TraceCtx, values: Values) -> list[Placed]:
+    """Return the symbols of a trace as they stand; `values` gets all values of the trace."""
+    return [_placed(bsym, index, values) for index, bsym in enumerate(trace.bound_symbols)]
 
 
 def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
@@ -78,10 +82,6 @@ class _Cut:
         self._kinds = [p.kind for p in placed]
         self._values, self._compiles = values, compiles
         self._memory = Memory(placed, values)
-        self._last_use: dict[int, int] = {}
-        """Index of the last use, by storage."""
-        for index in range(len(placed)):
-            self._last_use.update(dict.fromkeys(self._memory.uses(index), index))
         self._before, self._most = self._held()
         self._last: dict[str, int] = {}
         """Index of the last reader, by name."""
@@ -141,7 +141,7 @@ class _Cut:
         outputs = self._outputs(start, stop)
         if not outputs or self._divides_sum(start, stop):
             return False
-        most, _ = self._memory.held(range(start, stop), self._dying(start, stop))
+        most, _ = self._memory.held(range(start, stop), self._memory.last, stop)
         room = max(most, self._most - self._before[start])
         return sum(map(self._nbytes, outputs)) <= room
 
@@ -150,24 +150,17 @@ class _Cut:
         memory, span = self._memory, range(start, stop)
         inside = [s for index in span for s in memory.uses(index) & memory.absent]
         made = {s for index in span for s in memory.made[index]}
-        return any(s not in made or self._last_use[s] >= stop for s in inside)
+        return any(s not in made or memory.last[s] >= stop for s in inside)
 
     def _held(self) -> tuple[list[int], int]:
         """Return what the trace holds before each symbol, beside what it finds, and the most that it ever holds."""
         before, live, most = [], 0, 0
         for index in range(len(self._symbols)):
             before.append(live)
-            of_one, more = self._memory.held([index], self._dying(index, index + 1))
+            of_one, more = self._memory.held([index], self._memory.last, index + 1)
             most = max(most, live + of_one)
             live += more
         return before, most
-
-    def _dying(self, start: int, stop: int) -> dict[int, int]:
-        """Return the indices after which the storages that die in a span are freed."""
-        used = {s for index in range(start, stop) for s in self._memory.uses(index)}
-        return {
-            s: self._last_use[s] for s in used if self._last_use[s] < stop and self._memory.dies(s)
-        }
 
     def _storage(self, proxy: Proxy) -> int:
         return self._values.by_name[proxy.name].storage

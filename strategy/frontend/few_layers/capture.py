@@ -110,7 +110,7 @@ class _FewLayers:
 
     found: LayerList
     differing: Sequence[Mapping[str, Any]]
-    """By layer: the attributes in which they differ."""
+    """The attributes in which layers differ, by layer."""
     is_guarded: bool
 
     def trace(self, trace: Callable[[], Any]) -> Any:

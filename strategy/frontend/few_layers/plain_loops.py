@@ -20,7 +20,7 @@ class LayerList:
 
     owner: nn.Module
     name: str
-    """Of the list in its owner."""
+    """Name of the list in its owner."""
     path: str
     """Dotted name of the list in the whole module."""
 
