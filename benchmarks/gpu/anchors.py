@@ -118,7 +118,7 @@ CHECKS = [
         Check(
             name=f"1B in {point.gigabytes} GB",
             run=partial(under_budget, point=point),
-            limit_s=75,
+            limit_s=150,
             environment=_EXPANDABLE,
         )
         for point in POINTS
