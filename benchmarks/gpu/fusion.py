@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpu.checks import Check, Measured, NotRunError, Target, require
+from gpu.kernels import error_of
 from gpu.plans import (
     ENVIRONMENT,
     POLICIES,
+    eager_gradients,
     gradients,
     packed_rows,
     tiny_llama,
 )
+from thunder_memsave.errors import BudgetError
 from thunder_memsave.finetune.model.documents_apart import take_boundaries
 from thunder_memsave.finetune.process.deterministic import unfilled_choice
 from thunder_memsave.fusion import functions, inductor, same_bits
 from thunder_memsave.fusion.operators import EXACT_ON_CUDA
+from thunder_memsave.ops import row_tiles
 
 _aten = torch.ops.aten
 
@@ -144,6 +150,66 @@ def steps(target: Target) -> str:
     return f"the same bits, fused or not, with {' and '.join(POLICIES)}"
 
 
+class GatedMlp(nn.Module):
+    """Adds an MLP that is wider than its input; returns a loss."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.gate = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mean square of float32 of rows (n, width)."""
+        gated = nn.functional.relu(self.gate(x)) * nn.functional.silu(self.up(x))
+        return (x + self.down(gated)).float().square().mean()
+
+
+def in_tiles(target: Target) -> str:
+    """Compare a step in tiles of rows, fused and not, by their bits; and with eager in float32."""
+    _require_inductor(target)
+    tile_bytes = row_tiles.TILE_BYTES if target.is_cuda else 2**20
+    with patch.object(row_tiles, "TILE_BYTES", tile_bytes):
+        return _in_tiles(target)
+
+
+def _in_tiles(target: Target) -> str:
+    width, inner, num_rows = (512, 8192, 8192) if target.is_cuda else (16, 256, 4096)
+    torch.manual_seed(0)
+    model, x = GatedMlp(width, inner).to(target.device), torch.randn(num_rows, width)
+    batch = {"x": x.to(target.device)}
+    expected = eager_gradients(copy.deepcopy(model), batch)
+    errors = []
+    for dtype in _dtypes(target):
+        own = {"x": batch["x"].to(dtype)}
+        make = partial(copy.deepcopy, copy.deepcopy(model).to(dtype))
+        least = _least_in_tiles(make(), own, target)
+        memory = {"budget": least * 21 // 20, "limits": "tensors"}
+        plain, fused = (
+            gradients(make(), own, target, memory=memory, fusion=fusion) for fusion in (False, True)
+        )
+        differing = [n for n in plain if not torch.equal(plain[n], fused[n])]
+        require(not differing, f"{dtype}: other bits in {differing}")
+        errors += [error_of(fused[name], expected[name]) for name in expected]
+        most = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
+        require(max(errors) <= most, f"{dtype}: relative error {max(errors):.1e}")
+    return f"the same bits, fused or not; relative error against eager {max(errors):.1e}"
+
+
+def _least_in_tiles(model: nn.Module, batch: dict[str, Tensor], target: Target) -> int:
+    """Return the smallest budget; require that tiles make it clearly smaller."""
+    found = []
+    for leave_out in ((), ("tile_rows",)):
+        memory = {"budget": 1, "limits": "tensors"}
+        try:
+            gradients(copy.deepcopy(model), batch, target, memory=memory, leave_out=leave_out)
+        except BudgetError as error:
+            assert error.smallest_bytes is not None
+            found.append(error.smallest_bytes)
+    tiled, whole = found
+    require(tiled < 0.7 * whole, f"{tiled:,} bytes in tiles, {whole:,} whole")
+    return tiled
+
+
 def _dtypes(target: Target) -> tuple[torch.dtype, ...]:
     # On a CPU `tests/fusion` compares bfloat16; each kernel is compiled for seconds there.
     return (torch.float32, torch.bfloat16) if target.is_cuda else (torch.float32,)
@@ -158,6 +224,7 @@ _RUNS: dict[str, Callable[[Target], Measured | str]] = {
     "operators": operators,
     "functions": written_functions,
     "steps": steps,
+    "tiles": in_tiles,
 }
 
 CHECKS = [

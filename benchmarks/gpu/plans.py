@@ -94,11 +94,12 @@ def gradients(
     *,
     memory: Mapping[str, Any],
     fusion: Literal["auto"] | bool = "auto",
+    leave_out: tuple[str, ...] = (),
 ) -> Gradients:
     """Return loss and gradients of one step of the strategy, and of a second one after it."""
     from lightning.fabric import Fabric
 
-    strategy = ThunderMemsaveStrategy(memory=memory, fusion=fusion)
+    strategy = ThunderMemsaveStrategy(memory=memory, fusion=fusion, leave_out=leave_out)
     fabric = Fabric(accelerator=target.device, devices=1, strategy=strategy)
     fabric.launch()
     module = fabric.setup(model)

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
@@ -38,12 +38,24 @@ _open: list[AtenRecord] = []
 @contextmanager
 def once_through_memory(*tensors: Tensor) -> Iterator[None]:
     """Count only these tensors as moved bytes inside: the rest is computed in parts that stay in the cache."""
-    before = [(record, record.moved_bytes) for record in _open]
+    before = [(record, record.moved_bytes, record.product_bytes, record.flops) for record in _open]
     try:
         yield
     finally:
-        for record, moved_bytes in before:
-            record.moved_bytes = moved_bytes + sum(map(_nbytes, tensors))
+        nbytes = sum(map(_nbytes, tensors))
+        for record, moved_bytes, product_bytes, flops in before:
+            record.moved_bytes = moved_bytes + nbytes
+            record.product_bytes = product_bytes + (nbytes if record.flops > flops else 0)
+
+
+def as_one_kernel(
+    run: Callable[..., Sequence[Tensor]], *args: Tensor
+) -> Sequence[Tensor]:
+    """Return what `run` makes of FakeTensors, and count it as one kernel, which makes its results alone."""
+    with _disable_current_modes():
+        found = run(*args)
+    with once_through_memory(*args, *found):
+        return [t.new_empty_strided(t.shape, t.stride()) for t in found]
 
 
 def turns_of(turns: Sequence[int], tensor: Tensor) -> Iterator[int]:
@@ -56,11 +68,12 @@ def turns_of(turns: Sequence[int], tensor: Tensor) -> Iterator[int]:
         yield from turns
         return
     yield turns[0]
-    before = [(record, record.flops, record.moved_bytes) for record in _open]
+    before = [(record, record.flops, record.moved_bytes, record.product_bytes) for record in _open]
     yield turns[1]
-    for record, flops, moved_bytes in before:
+    for record, flops, moved_bytes, product_bytes in before:
         record.flops += (len(turns) - 3) * (record.flops - flops)
         record.moved_bytes += (len(turns) - 3) * (record.moved_bytes - moved_bytes)
+        record.product_bytes += (len(turns) - 3) * (record.product_bytes - product_bytes)
     yield turns[-1]
 
 
@@ -101,6 +114,8 @@ class AtenRecord(TorchDispatchMode):
         """The narrowest floating dtype that the operator with the most of them read."""
         self._most_flops = 0
         self.moved_bytes = 0
+        self.product_bytes = 0
+        """Of `moved_bytes`, those of operators with FLOPs."""
         self.is_random = False
         self.written: set[int] = set()
         """`storage_id` of existing storages that were written to."""
@@ -123,12 +138,15 @@ class AtenRecord(TorchDispatchMode):
         for tensor in outputs:
             self._follow(tensor)
         self.is_random |= draws(func, args, kwargs)
-        self._count_flops(_flops(func, args, kwargs, result), inputs)
+        flops = _flops(func, args, kwargs, result)
+        self._count_flops(flops, inputs)
         if func._schema.is_mutable:
             self.written |= _written(func, args, kwargs) & self._existing
         elif {storage_id(t) for t in outputs} <= {storage_id(t) for t in inputs}:
             return result  # a view moves nothing
-        self.moved_bytes += _moved_bytes(func, inputs, outputs)
+        moved_bytes = _moved_bytes(func, inputs, outputs)
+        self.moved_bytes += moved_bytes
+        self.product_bytes += moved_bytes if flops else 0
         return result
 
     def _count_flops(self, flops: int, inputs: Sequence[Tensor]) -> None:

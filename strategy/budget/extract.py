@@ -237,6 +237,7 @@ class Values:
             repeat=repeat,
             flops=profile.flops,
             moved_bytes=profile.moved_bytes,
+            beside_bytes=profile.beside_bytes,
             sent_bytes=profile.sent_bytes,
             copied_bytes=profile.copied_bytes,
             dtype=profile.dtype,
@@ -262,6 +263,7 @@ class Values:
             peak_bytes=profile.peak_bytes,
             flops=profile.flops,
             moved_bytes=profile.moved_bytes,
+            beside_bytes=profile.beside_bytes,
             dtype=profile.dtype,
             key=profile.key,
         )

@@ -16,7 +16,7 @@ from thunder_memsave.planner.actions import Action, Actions
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.search.mixes import OffloadTerms
 
-_FORMAT = 4
+_FORMAT = 5
 """Version of the file format, part of the key: files of another version are never read."""
 
 

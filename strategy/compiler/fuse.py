@@ -10,6 +10,7 @@ from thunder.core.trace import TraceCtx
 from thunder_memsave.budget.extract import Values
 from thunder_memsave.compiler.state import State
 from thunder_memsave.fusion import inductor
+from thunder_memsave.fusion.row_programs import fused_in_tiles
 from thunder_memsave.fusion.runs import follow, fused
 
 
@@ -26,7 +27,7 @@ def fuse(state: State) -> State:
         inductor.warn_unavailable(reason)
         return state
     values = _values(state)
-    forward = fused(state.forward, values, compiles=facts.is_run)
+    forward = _fused(state, state.forward, values)
     if state.backward is None:
         return replace(state, forward=forward)
     backward = _fused_backward(state, state.backward, values)
@@ -49,7 +50,13 @@ def _fused_backward(state: State, backward: TraceCtx, values: Values) -> TraceCt
     for proxy in backward.args[1]:
         if isinstance(proxy, TensorProxy):
             values.add_cotangent(proxy)
-    return fused(backward, values, compiles=state.facts.is_run)
+    return _fused(state, backward, values)
+
+
+def _fused(state: State, trace: TraceCtx, values: Values) -> TraceCtx:
+    compiles = state.facts.is_run
+    found = fused(trace, values, compiles=compiles)
+    return fused_in_tiles(found, values, compiles=compiles)
 
 
 def _device_type(trace: TraceCtx) -> str:

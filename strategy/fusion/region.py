@@ -28,6 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from thunder_memsave.aten.record import as_one_kernel
 from thunder_memsave.fusion import inductor
 from thunder_memsave.fusion.functions import formulas
 from thunder_memsave.measure.layouts import Layout, Value, make_arguments
@@ -78,10 +79,10 @@ class Region:
 
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         """Return the results, one for each output of the region, in new memory."""
-        is_eager = self._kernel is None or type(args[0]) is FakeTensor
-        if is_eager or [a.stride() for a in args] != self._strides:
+        if type(args[0]) is FakeTensor:
+            return as_one_kernel(self._eager, *args)
+        if self._kernel is None or [a.stride() for a in args] != self._strides:
             return self._eager(*args)  # type: ignore[no-any-return]
-        assert self._kernel is not None
         results = self._kernel(*args)
         if not self._laid_out:
             return results

@@ -25,18 +25,22 @@ MOST = 64
 """Operators of a region at most: inductor's time grows faster than their number."""
 
 
-def fused(trace: TraceCtx, values: Values, *, compiles: bool = True) -> TraceCtx:
+def fused(
+    trace: TraceCtx, values: Values, *, compiles: bool = True, writes_in_place: bool = True
+) -> TraceCtx:
     """Return the trace with regions in place of runs; the very same trace where there are none.
 
     Args:
         trace: A forward or a backward in its final order, before values are deleted.
         values: With the trace's arguments; gets all values of the trace.
         compiles: Whether each region is compiled; otherwise each is taken to be one kernel.
+        writes_in_place: Whether the pass `write_in_place` comes after it.
 
     Raises:
         CompileError: an operation does not run on tensors without data.
     """
-    placed = with_places(beside(with_places(follow(trace, values)), values))
+    placing = with_places if writes_in_place else list
+    placed = placing(beside(placing(follow(trace, values)), values))
     found = list(_Cut(placed, values, compiles=compiles).symbols())
     if len(found) == len(placed):
         return trace

@@ -75,6 +75,8 @@ class OpProfile:
     scratch_bytes: int = 0
     flops: int = 0
     moved_bytes: int = 0
+    beside_bytes: int = 0
+    """Of `moved_bytes`, those that operators without FLOPs move, where others inside have some."""
     sent_bytes: int = 0
     copied_bytes: int = 0
     """Bytes that a copy to or from the host moves, beside what computes."""
@@ -230,6 +232,7 @@ class OpProfiles:
             peak_bytes=max(record.peak_bytes, sum(made)),
             flops=record.flops,
             moved_bytes=record.moved_bytes,
+            beside_bytes=record.moved_bytes - record.product_bytes if record.flops else 0,
             is_random=record.is_random,
             changes_device=_changes_device(tensors, found),
             written=frozenset(numbers[s] for s in record.written),
@@ -250,6 +253,7 @@ def _by_one_kernel(profile: OpProfile, arguments: Sequence[Value]) -> OpProfile:
         profile,
         peak_bytes=sum(profile.made_bytes),
         moved_bytes=sum(v.layout.dtype.itemsize * math.prod(v.layout.shape) for v in whole),
+        beside_bytes=0,
     )
 
 

@@ -147,7 +147,7 @@ def record(
         return proxy_like(value, device) if isinstance(value, Tensor) else value
 
     output = tree_map(proxied, expected)
-    bsym = _symbol(operator).bind(*args, **kwargs, output=output)
+    bsym = operator_symbol(operator).bind(*args, **kwargs, output=output)
     if draws(operator, args, kwargs):
         bsym.tags.add(OpTags.RANDOM_OP)
     get_tracectx().peek_scope().append(bsym)
@@ -169,13 +169,18 @@ def operator_of(bsym: BoundSymbol) -> OpOverload | None:
     return _operators[bsym.sym.name] if bsym.sym.executor is aten_executor else None
 
 
+def operator_named(name: str) -> OpOverload:
+    """Return the operator of a symbol's name in a trace."""
+    return _operators[name]
+
+
 def function_of(name: str) -> Callable[..., Any]:
     """Return what runs for an operator, by its name in a trace."""
     operator = _operators[name]
     return _INSTEAD.get(operator, operator)
 
 
-def _symbol(operator: OpOverload) -> Symbol:
+def operator_symbol(operator: OpOverload) -> Symbol:
     """Return the operator's symbol; each is registered once."""
     if operator not in _symbols:
         namespace, _, name = operator._schema.name.partition("::")

@@ -1,15 +1,15 @@
 """Row-wise operators as one operation that computes a tile of rows at a time: what is between them never exists whole.
 
 Each row of tokens goes through the operators alone, so a tile has the numbers of the whole. Sums over rows, such as a
-weight's gradient, are added up over the tiles in float32, in float64 for float64.
+weight's gradient, are added up over the tiles in float32, in float64 for float64; on CUDA a product is added within it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -22,12 +22,15 @@ from torch import Tensor
 from thunder_memsave.aten.record import turns_of
 from thunder_memsave.ops.aten_operators import function_of
 from thunder_memsave.ops.kernel_calls import own_executor
+from thunder_memsave.ops.launches.wide_products import add_wide_product, wide_product
 
 TILE_BYTES = 256 * 2**20
 """Bytes that the values of a tile may take."""
 LEAST_ROWS = 1024
 """Rows of a tile at least, so that its products are as fast as whole ones."""
 _ROUND_ROWS = 64
+_PRODUCT = "aten_mm"
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ class RowProgram:
     operands: tuple[RowOperand, ...]
     steps: tuple[RowStep, ...]
     results: tuple[RowResult, ...]
+    is_on_cuda: bool = False
+    """Whether it runs on CUDA, or is planned to."""
 
     @property
     def name(self) -> str:
@@ -90,28 +95,58 @@ class RowProgram:
         return f"rows_in_tiles_{digest}"
 
 
+    def with_steps(self, steps: Sequence[RowStep]) -> RowProgram:
+        """Return a program of the same operands and results; each step frees what is read there last."""
+        seen = {result.slot for result in self.results}
+        found = []
+        for step in reversed(steps):
+            slots = dict.fromkeys((*_slots(step.args), *_slots(step.kwargs), *step.makes))
+            found.append(replace(step, frees=tuple(s for s in slots if s not in seen)))
+            seen.update(slots)
+        return replace(self, steps=tuple(reversed(found)))
+
+
 _symbols: dict[str, Symbol] = {}
+_programs: dict[str, RowProgram] = {}
+_functions: dict[str, Callable[..., Any]] = {}
+"""Functions of steps that are no operators, by their names."""
 
 
 def symbol_of(program: RowProgram) -> Symbol:
     """Return the symbol `(rows_per_tile, shapes of the results, *operands) -> results`; each is registered once."""
     name = program.name
     if name not in _symbols:
+        _programs[name] = program
         _symbols[name] = own_executor.register_operator(
             name, meta=partial(_meta, program), fn=partial(run_in_tiles, program)
         )
     return _symbols[name]
 
 
+def program_of(name: str) -> RowProgram | None:
+    """Return the program of a symbol; None: it runs none."""
+    return _programs.get(name)
+
+
+def add_function(name: str, function: Callable[..., Any]) -> None:
+    """Let steps call a function of tensors by a name."""
+    _functions[name] = function
+
+
 def rows_per_tile(num_rows: int, row_bytes: int) -> int:
-    """Return the rows of a tile: as many as `TILE_BYTES` allow, in tiles of about one size.
+    """Return the rows of a tile: as many as `TILE_BYTES` allow, in tiles of one size, or of about one.
 
     Args:
         num_rows: Of all tiles.
         row_bytes: What the values of a row take at most.
     """
     most = max(LEAST_ROWS, TILE_BYTES // max(1, row_bytes))
-    rows = math.ceil(num_rows / math.ceil(num_rows / most))
+    fewest = math.ceil(num_rows / most)
+    for num_tiles in range(fewest, 2 * fewest):
+        rows, rest = divmod(num_rows, num_tiles)
+        if not rest and rows % _ROUND_ROWS == 0 and rows >= LEAST_ROWS:
+            return rows
+    rows = math.ceil(num_rows / fewest)
     return min(num_rows, math.ceil(rows / _ROUND_ROWS) * _ROUND_ROWS)
 
 
@@ -126,7 +161,8 @@ def run_in_tiles(
         shapes: Those of the results.
         operands: As the program says.
     """
-    num_rows = _num_rows(program, operands)
+    num_rows = num_rows_of(program, operands)
+    totals = _Totals(program) if rows_per_tile < num_rows else None
     device = operands[0].device
     made: list[Tensor | None] = [
         torch.empty(tuple(shape), dtype=r.dtype, device=device) if r.kind == "rows" else None
@@ -135,15 +171,38 @@ def run_in_tiles(
     for start in turns_of(range(0, num_rows, rows_per_tile), operands[0]):
         rows = slice(start, min(start + rows_per_tile, num_rows))
         is_last = rows.stop == num_rows
-        tile = _tile(program, operands, num_rows, rows)
+        tile = _tile(program, operands, num_rows, rows, totals)
         for number, result in enumerate(program.results):
             value = tile.pop(result.slot)
-            made[number] = _joined(made[number], value, result, num_rows, rows, is_last=is_last)
+            if totals is None or result.slot not in totals.of:
+                made[number] = _joined(made[number], value, result, num_rows, rows, is_last=is_last)
+            elif is_last:
+                made[number] = totals.of.pop(result.slot).to(result.dtype)
             del value
     return tuple(t for t in made if t is not None)
 
 
-def _num_rows(program: RowProgram, operands: Sequence[Tensor]) -> int:
+class _Totals:
+    """Sums over rows that products of matrices are added to as they are computed."""
+
+    def __init__(self, program: RowProgram) -> None:
+        """Find the results that are such sums."""
+        sums = {r.slot for r in program.results if r.kind == "sum" and r.dtype in _NARROW}
+        products = {s.makes[0] for s in program.steps if s.operator == _PRODUCT}
+        self.slots = sums & products if program.is_on_cuda else set()
+        self.of: dict[int, Tensor] = {}
+        """The totals by their slots, in float32."""
+
+    def add(self, slot: int, left: Tensor, right: Tensor) -> Tensor:
+        """Return the total with the product of a tile."""
+        if slot in self.of:
+            add_wide_product(self.of[slot], left, right)
+        else:
+            self.of[slot] = wide_product(left, right)
+        return self.of[slot]
+
+
+def num_rows_of(program: RowProgram, operands: Sequence[Tensor]) -> int:
     for operand, tensor in zip(program.operands, operands, strict=True):
         if operand.kind == "rows":
             return math.prod(tensor.shape[: operand.dims])
@@ -153,28 +212,43 @@ def _num_rows(program: RowProgram, operands: Sequence[Tensor]) -> int:
 
 
 def _tile(
-    program: RowProgram, operands: Sequence[Tensor], num_rows: int, rows: slice
+    program: RowProgram,
+    operands: Sequence[Tensor],
+    num_rows: int,
+    rows: slice,
+    totals: _Totals | None,
 ) -> dict[int, Tensor]:
-    """Return the results of one tile by their slots."""
-    values: dict[int, Tensor] = {
-        number: _part(operand, tensor, num_rows, rows)
-        for number, (operand, tensor) in enumerate(zip(program.operands, operands, strict=True))
-    }
+    """Return the results of one tile by their slots; those that are totals have the tiles before it in them."""
+    values = dict(enumerate(parts_of(program, operands, num_rows, rows)))
     for step in program.steps:
-        if step.view is not None:
-            dims, row = step.view
-            found: Any = values[step.args[0].number].reshape(*_leading(dims), *row)
+        if totals is not None and step.makes[0] in totals.slots:
+            found: Any = totals.add(step.makes[0], *(_filled(a, values) for a in step.args))
         else:
-            args = [_filled(a, values) for a in step.args]
-            kwargs = {name: _filled(a, values) for name, a in step.kwargs}
-            found = function_of(step.operator)(*args, **kwargs)
-            del args, kwargs
+            found = run_step(step, values)
         results = found if isinstance(found, (tuple, list)) else (found,)
         values.update(zip(step.makes, results, strict=True))
         del found, results
         for slot in step.frees:
             del values[slot]
     return values
+
+
+def run_step(step: RowStep, values: dict[int, Tensor]) -> Any:
+    """Return what a step makes of the values in its slots."""
+    if step.view is not None:
+        dims, row = step.view
+        return values[step.args[0].number].reshape(*_leading(dims), *row)
+    function = _functions.get(step.operator) or function_of(step.operator)
+    args = [_filled(a, values) for a in step.args]
+    return function(*args, **{name: _filled(a, values) for name, a in step.kwargs})
+
+
+def parts_of(
+    program: RowProgram, operands: Sequence[Tensor], num_rows: int, rows: slice
+) -> list[Tensor]:
+    """Return what a tile of rows reads of each operand."""
+    pairs = zip(program.operands, operands, strict=True)
+    return [_part(operand, tensor, num_rows, rows) for operand, tensor in pairs]
 
 
 def _leading(dims: int) -> tuple[int, ...]:
@@ -197,6 +271,13 @@ def _filled(value: Any, values: dict[int, Tensor]) -> Any:
     if isinstance(value, tuple):
         return [_filled(v, values) for v in value]
     return value
+
+
+def _slots(value: Any) -> list[int]:
+    """Return the numbers of the slots in arguments."""
+    if isinstance(value, Slot):
+        return [value.number]
+    return [s for v in value for s in _slots(v)] if isinstance(value, tuple) else []
 
 
 def _joined(

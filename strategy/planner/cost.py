@@ -35,12 +35,20 @@ def roofline_us(op: Op, device: Device) -> float:
     """Return the launch time plus the longest of computing, moving and receiving at the device's rates."""
     if op.repeat == "free":
         return 0.0
-    seconds = max(
-        op.flops / flops_per_s(op, device),
-        op.moved_bytes / device.memory_bytes_per_s,
+    seconds = seconds_of(op, device, flops_per_s(op, device), device.memory_bytes_per_s)
+    return seconds * 1e6 + device.launch_us
+
+
+def seconds_of(
+    op: Op, device: Device, flops_per_s: float, memory_bytes_per_s: float
+) -> float:
+    """Return the longest of computing, moving and receiving, and what kernels without products move beside it."""
+    longest = max(
+        op.flops / flops_per_s,
+        (op.moved_bytes - op.beside_bytes) / memory_bytes_per_s,
         op.sent_bytes / device.network_bytes_per_s,
     )
-    return seconds * 1e6 + device.launch_us
+    return longest + op.beside_bytes / memory_bytes_per_s
 
 
 def _cost_us(op: Op, device: Device, measured_us: Mapping[str, float]) -> float:

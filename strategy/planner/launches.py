@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thunder_memsave.planner.cost import flops_per_s
+from thunder_memsave.planner.cost import flops_per_s, seconds_of
 from thunder_memsave.planner.graph import Device, Op
 
 HOST_US_PER_OPERATION = 5.0
@@ -46,9 +46,5 @@ def launches_of(ops: Sequence[Op], device: Device) -> Launches:
 
 def _kernel_us(op: Op, device: Device) -> float:
     rates = device.sustained
-    seconds = max(
-        op.flops / (flops_per_s(op, device) * rates.products),
-        op.moved_bytes / (device.memory_bytes_per_s * rates.memory),
-        op.sent_bytes / device.network_bytes_per_s,
-    )
-    return seconds * 1e6
+    of_products = flops_per_s(op, device) * rates.products
+    return seconds_of(op, device, of_products, device.memory_bytes_per_s * rates.memory) * 1e6

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Kind = Literal["gated", "adapters", "plain", "fused"]
+Kind = Literal["gated", "adapters", "plain", "fused", "relu"]
 KINDS: tuple[Kind, ...] = ("gated", "adapters", "plain", "fused")
 WIDTH, INNER = 16, 256
 
@@ -33,7 +33,7 @@ class Mlp(nn.Module):
         linear = Adapted if kind == "adapters" else nn.Linear
         self.kind = kind
         self.up = linear(WIDTH, 2 * INNER if kind == "fused" else INNER)
-        self.gate = linear(WIDTH, INNER) if kind in ("gated", "adapters") else None
+        self.gate = linear(WIDTH, INNER) if kind in ("gated", "adapters", "relu") else None
         self.down = linear(INNER, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +44,8 @@ class Mlp(nn.Module):
         elif self.gate is None:
             inner = F.gelu(up)
         else:
-            inner = F.silu(self.gate(x)) * up
+            act = F.relu if self.kind == "relu" else F.silu
+            inner = act(self.gate(x)) * up
         result: Tensor = self.down(inner)
         return result
 

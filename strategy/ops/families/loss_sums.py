@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 from typing_extensions import override
 
 from thunder_memsave.aten.record import once_through_memory, turns_of
 from thunder_memsave.ops.launches import losses as launches
+from thunder_memsave.ops.launches.wide_products import add_wide_product
 
 if TYPE_CHECKING:
     from thunder_memsave.ops.families.tiled_loss import Head, LaunchedTile, Tile
@@ -125,30 +125,6 @@ class WideSums(Sums):
         for result, total in zip(self._make(), self.of, strict=True):
             if result is not None and total is not None:
                 result.copy_(total)
-
-
-@torch.library.custom_op("thunder_memsave::add_wide_product", mutates_args=("total",))
-def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` on CUDA, where cuBLAS adds it up in the total's dtype and makes nothing beside.
-
-    Args:
-        total: float32 (m, n).
-        left: bfloat16 or float16 (m, k).
-        right: Of the same dtype, (k, n).
-    """
-    torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-
-
-@add_wide_product.register_fake
-def _(total: Tensor, left: Tensor, right: Tensor) -> None:
-    return None
-
-
-@register_flop_formula(torch.ops.thunder_memsave.add_wide_product)
-def _flops_of_product(
-    total: Sequence[int], left: Sequence[int], right: Sequence[int], out_shape: Any = None
-) -> int:
-    return 2 * left[0] * left[1] * right[1]
 
 
 def multiplied(value: Tensor, factor: Tensor) -> Tensor:

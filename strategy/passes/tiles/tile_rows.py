@@ -188,6 +188,7 @@ class _Builder:
             operands=tuple(RowOperand(kinds[p.name].kind, kinds[p.name].dims) for p in operands),
             steps=tuple(self._step(b, slots, last[n]) for n, b in enumerate(members)),
             results=tuple(self._result(r, slots) for r in results),
+            is_on_cuda=results[0].device.type == "cuda",
         )
         return program, operands, self._row_bytes(members, last)
 

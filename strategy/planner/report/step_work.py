@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thunder_memsave.planner.cost import flops_per_s
+from thunder_memsave.planner.cost import flops_per_s, seconds_of
 from thunder_memsave.planner.graph import Device, Op, Program
 from thunder_memsave.planner.report.attention_work import attention_lines
 
@@ -46,10 +46,11 @@ def sustained_us(op: Op, device: Device) -> float:
         if "cudnn" in op.symbol:
             forward, backward = rates.cudnn_forward, rates.cudnn_backward
         of_products = backward if "backward" in op.symbol or "bwd" in op.symbol else forward
-    seconds = max(
-        op.flops / (flops_per_s(op, device) * of_products),
-        op.moved_bytes / (device.memory_bytes_per_s * rates.memory),
-        op.sent_bytes / device.network_bytes_per_s,
+    seconds = seconds_of(
+        op,
+        device,
+        flops_per_s(op, device) * of_products,
+        device.memory_bytes_per_s * rates.memory,
     )
     return max(seconds * 1e6, device.launch_us)
 
