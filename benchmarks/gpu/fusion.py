@@ -176,12 +176,12 @@ def _in_tiles(target: Target) -> str:
     width, inner, num_rows = (512, 8192, 8192) if target.is_cuda else (16, 256, 4096)
     torch.manual_seed(0)
     model, x = GatedMlp(width, inner).to(target.device), torch.randn(num_rows, width)
-    batch = {"x": x.to(target.device)}
-    expected = eager_gradients(copy.deepcopy(model), batch)
     errors = []
     for dtype in _dtypes(target):
-        own = {"x": batch["x"].to(dtype)}
-        make = partial(copy.deepcopy, copy.deepcopy(model).to(dtype))
+        own = {"x": x.to(target.device, dtype)}
+        make = partial(copy.deepcopy, model.to(dtype))
+        wide = {"x": own["x"].float()}
+        expected = eager_gradients(make().float(), wide)
         least = _least_in_tiles(make(), own, target)
         memory = {"budget": least * 21 // 20, "limits": "tensors"}
         plain, fused = (

@@ -7,10 +7,13 @@ options; it writes files beside and renames them.
 from __future__ import annotations
 
 import logging
+import types
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from packaging.version import Version
@@ -32,6 +35,8 @@ _OPTIONS = {
     "compile_threads": 1,
 }
 
+_MOST_OBJECTS = 20_000
+
 Kernel = Callable[..., Sequence[Tensor]]
 
 
@@ -51,6 +56,49 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Kernel:
         from torch._inductor import standalone_compile  # takes seconds to import
 
         return standalone_compile(graph, list(inputs), dynamic_shapes="from_example_inputs")
+
+
+def direct(kernel: Kernel) -> Kernel:
+    """Return the code that inductor generated for a compiled graph; the same kernel, which takes longer, if not found.
+
+    Around it are layers for graphs with views, writes and gradients, which this one has not: on a GPU's host they take
+    as long as the launch.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    seen: set[int] = set()
+    waiting: deque[Any] = deque([kernel])
+    while waiting and len(seen) < _MOST_OBJECTS:
+        each = waiting.popleft()
+        if isinstance(each, CompiledFxGraph):
+            generated = each.current_callable
+            return kernel if generated is None else lambda *args: generated(list(args))
+        if id(each) not in seen:
+            seen.add(id(each))
+            waiting += _within(each)
+    return kernel
+
+
+def _within(found: Any) -> list[Any]:
+    """Return what a function or an object of inductor's holds."""
+    if isinstance(found, types.FunctionType):
+        cells = found.__closure__ or ()
+        return [*(c for cell in cells for c in _contents(cell)), *vars(found).values()]
+    if isinstance(found, types.MethodType):
+        return [found.__self__, found.__func__]
+    if isinstance(found, partial):
+        return [found.func, *found.args, *found.keywords.values()]
+    if isinstance(found, (list, tuple)):
+        return list(found)
+    is_of_torch = type(found).__module__.startswith(("torch._inductor", "torch._functorch"))
+    return list(getattr(found, "__dict__", {}).values()) if is_of_torch else []
+
+
+def _contents(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # it is empty
+        return []
 
 
 @contextmanager

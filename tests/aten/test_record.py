@@ -14,6 +14,7 @@ from harness.memory import measured_peak_bytes
 from thunder_memsave.aten.record import (
     AtenRecord,
     allocated_bytes,
+    as_one_kernel,
     once_through_memory,
     storage_id,
     turns_of,
@@ -137,3 +138,40 @@ def test_turns_of_a_loop_without_numbers_are_counted_and_not_all_taken(num_turns
     assert num_allocations <= 3 * 3 * 4
     real = torch.zeros(4)
     assert list(turns_of(range(0, 90, 10), real)) == list(range(0, 90, 10))
+
+
+def test_one_kernel_makes_its_results_alone() -> None:
+    with FakeTensorMode() as fake:
+        x = fake.from_tensor(torch.ones(64, 32))
+        with AtenRecord([x]) as record:
+            (result,) = as_one_kernel(lambda t: [chain_of_two(t)], x)
+
+    assert result.shape == (32, 64)
+    assert result.stride() == (1, 32)
+    assert record.peak_bytes == record.live_bytes == 4 * 64 * 32
+    assert record.moved_bytes == 2 * 4 * 64 * 32
+    assert not record.flops
+
+
+def chain_of_two(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2 + x).t()
+
+
+def test_bytes_of_products_are_counted_apart() -> None:
+    with FakeTensorMode() as fake:
+        x = fake.from_tensor(torch.ones(64, 64))
+        nbytes = 4 * 64 * 64
+        with AtenRecord([x]) as record:
+            product = x @ x
+            product.add_(x)
+            assert record.product_bytes == 3 * nbytes
+            assert record.moved_bytes > record.product_bytes
+            with once_through_memory(x):
+                x @ x + x
+            with once_through_memory(x):
+                x + x
+            assert record.product_bytes == 4 * nbytes
+            before = record.product_bytes
+            for _ in turns_of(range(10), x):
+                x @ x
+    assert record.product_bytes - before == 10 * 3 * nbytes

@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from harness import models
 from harness.distributed import SOAK_HANG_S
@@ -216,3 +217,18 @@ def test_transformers_have_the_bits_of_unfused_ones_at_every_budget(
         unfused = step(build, inputs, fusion=False, **settings)
         # On a CPU BERT has a sum or GELU alone between products and norms.
         assert_kept_promise(fused, unfused, fuses=name != "bert")
+
+
+def test_the_code_that_inductor_generated_is_called(compiler: None) -> None:
+    def run(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [torch.ops.aten.mul.Tensor(x, y), torch.ops.aten.add.Tensor(x, y)]
+
+    x, y = torch.randn(2, 8, 8)
+    with torch.no_grad(), inductor.options():
+        kernel = inductor.compile_graph(make_fx(run, tracing_mode="fake")(x, y), [x, y])
+
+    direct = inductor.direct(kernel)
+
+    assert direct is not kernel, "PyTorch changed what is around it: `_within` must follow it"
+    assert all(map(torch.equal, direct(x, y), kernel(x, y)))
+    assert inductor.direct(run) is run
