@@ -48,9 +48,7 @@ def once_through_memory(*tensors: Tensor) -> Iterator[None]:
             record.product_bytes = product_bytes + (nbytes if record.flops > flops else 0)
 
 
-def as_one_kernel(
-    run: Callable[..., Sequence[Tensor]], *args: Tensor
-) -> Sequence[Tensor]:
+def as_one_kernel(run: Callable[..., Sequence[Tensor]], *args: Tensor) -> Sequence[Tensor]:
     """Return what `run` makes of FakeTensors, and count it as one kernel, which makes its results alone."""
     with _disable_current_modes():
         found = run(*args)

@@ -71,12 +71,15 @@ def direct(kernel: Kernel) -> Kernel:
     while waiting and len(seen) < _MOST_OBJECTS:
         each = waiting.popleft()
         if isinstance(each, CompiledFxGraph):
-            generated = each.current_callable
-            return kernel if generated is None else lambda *args: generated(list(args))
+            return kernel if each.current_callable is None else partial(_run, each.current_callable)
         if id(each) not in seen:
             seen.add(id(each))
             waiting += _within(each)
     return kernel
+
+
+def _run(generated: Callable[[list[Tensor]], Sequence[Tensor]], *args: Tensor) -> Sequence[Tensor]:
+    return generated([*args])
 
 
 def _within(found: Any) -> list[Any]:

@@ -94,7 +94,6 @@ class RowProgram:
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
         return f"rows_in_tiles_{digest}"
 
-
     def with_steps(self, steps: Sequence[RowStep]) -> RowProgram:
         """Return a program of the same operands and results; each step frees what is read there last."""
         seen = {result.slot for result in self.results}
@@ -203,6 +202,7 @@ class _Totals:
 
 
 def num_rows_of(program: RowProgram, operands: Sequence[Tensor]) -> int:
+    """Return the rows of all tiles."""
     for operand, tensor in zip(program.operands, operands, strict=True):
         if operand.kind == "rows":
             return math.prod(tensor.shape[: operand.dims])

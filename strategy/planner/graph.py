@@ -77,7 +77,8 @@ class Op:
     moved_bytes: int = 0
     """Bytes that its kernels read from and write to device memory."""
     beside_bytes: int = 0
-    """Of `moved_bytes`, those of kernels without products, where it has such with products too: one runs after the other."""
+    """Of `moved_bytes`, those of kernels without products, in an operation that has products too: they run one after
+    the other."""
     sent_bytes: int = 0
     """Bytes received from other ranks."""
     copied_bytes: int = field(default=0, repr=False)
