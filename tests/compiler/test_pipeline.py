@@ -35,6 +35,7 @@ from thunder_memsave.sharding.rows import shard_module
 
 NAMES = [step.name for step in STEPS]
 OPTIONAL = (
+    "merge_equal",
     "gather_in_compute_dtype",
     "gather_in_fp8",
     "add_embedding_gradients",
