@@ -21,9 +21,9 @@ from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.in_place.embedding_sums import add_embedding_gradients
 from thunder_memsave.passes.in_place.overwritten import keep_overwritten
+from thunder_memsave.passes.merge_equal import merge_equal
 from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.recompute import recompute
-from thunder_memsave.passes.merge_equal import merge_equal
 from thunder_memsave.passes.regather import regather, regather_forward
 from thunder_memsave.passes.step import Pass
 from thunder_memsave.passes.tiles.loss_tiles import divide_loss_tiles

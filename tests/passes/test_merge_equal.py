@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from harness.memory import measured_peak_bytes
+from thunder_memsave.aten.record import storage_id
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
-from thunder_memsave.aten.record import storage_id
 from thunder_memsave.planner.devices import device
 
 WIDTH, NUM_ROWS = 32, 256
