@@ -14,6 +14,7 @@ from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.search.solve import Policy
 
 WIDTH, NUM_ROWS = 32, 256
 
@@ -42,7 +43,7 @@ class Ran:
     """Of what is as large as the input."""
 
 
-def run(*, leave_out: tuple[str, ...], policy: str) -> Ran:
+def run(*, leave_out: tuple[str, ...], policy: Policy) -> Ran:
     torch.manual_seed(0)
     model, x = Branches(), torch.randn(8, NUM_ROWS // 8, WIDTH)
     planner = MemoryPlanner(MemoryConfig(policy=policy), device=device("cpu"), budget_bytes=None)
@@ -59,7 +60,7 @@ def run(*, leave_out: tuple[str, ...], policy: str) -> Ran:
 
 
 @pytest.mark.parametrize("policy", ["keep_all", "recompute_all"])
-def test_one_cast_serves_all_readers_with_the_same_bits(policy: str) -> None:
+def test_one_cast_serves_all_readers_with_the_same_bits(policy: Policy) -> None:
     merged, apart = (run(leave_out=names, policy=policy) for names in ((), ("merge_equal",)))
 
     assert merged.num_casts == apart.num_casts - 2
