@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -50,10 +50,20 @@ if TYPE_CHECKING:
 
 _MOST_ROUNDS = 8
 _MOST_ROOMS = 3
+_OF_ROOM = 0.9
+_WORTH_A_TRY = 0.005
+"""Of a budget, the bytes for which one more plan is solved."""
 _RESERVED = 1.01
 """About as many bytes are reserved for a byte of tensors, at least."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Refused(NamedTuple):
+    """A try whose run exceeded the budget, by `more_bytes`."""
+
+    target_bytes: int
+    more_bytes: int
 
 
 class MemoryPlanner:
@@ -301,6 +311,7 @@ class MemoryPlanner:
         budget_bytes = target_bytes = self._budget_bytes
         num_rounds = 0
         too_large: list[Actions] = []
+        refused: _Refused | None = None
         while True:
             stage("solve")
             offer = self._rank_zeros(attempt, structure, target_bytes, too_large)
@@ -310,13 +321,44 @@ class MemoryPlanner:
                 return Tried(attempt, run, offer)
             if run.more_bytes <= 0 and self._asked is not None and not self._limit.is_reserved:
                 self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + run.more_bytes)
+            tried = Tried(attempt, run, offer)
+            if run.more_bytes <= 0 and refused is not None:
+                return self._fuller(tried, target_bytes, refused, structure, too_large)
             if run.more_bytes <= 0 or offer.bound_bytes is not None:
-                return Tried(attempt, run, offer)
+                return tried
+            refused = _Refused(target_bytes, run.more_bytes)
             too_large.append(offer.plan.actions)
             num_rounds += 1
             assert num_rounds <= _MOST_ROUNDS + 1, "the smallest plan has a bound"
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
             target_bytes = SMALLEST if is_last else max(target_bytes - run.more_bytes, SMALLEST)
+
+    def _fuller(
+        self,
+        tried: Tried,
+        target_bytes: int,
+        refused: _Refused,
+        structure: str,
+        too_large: Collection[Actions],
+    ) -> Tried:
+        """Try once to use what a plan leaves of the budget that the one before it exceeded. A collective.
+
+        What the allocator takes beside tensors, and the order in which they run, change from plan to plan.
+        """
+        budget_bytes, left_bytes = self._budget_bytes, -tried.run.more_bytes
+        assert budget_bytes is not None
+        part = left_bytes / (left_bytes + refused.more_bytes)
+        more_bytes = int(_OF_ROOM * part * (refused.target_bytes - target_bytes))
+        if not tried.offer.plan.recompute_us or more_bytes < _WORTH_A_TRY * budget_bytes:
+            return tried
+        stage("solve")
+        offer = self._rank_zeros(tried.attempt, structure, target_bytes + more_bytes, too_large)
+        if offer.plan.added_us >= tried.offer.plan.added_us:
+            return tried
+        stage("simulate")
+        target_bytes += more_bytes
+        run = self._within(tried.attempt, offer.plan, budget_bytes, target_bytes=target_bytes)
+        return Tried(tried.attempt, run, offer) if run.more_bytes <= 0 else tried
 
     def _within(
         self,

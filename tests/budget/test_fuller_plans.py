@@ -1,0 +1,61 @@
+"""After a plan whose run exceeded the budget, and one that leaves part of it, one between is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+
+BUDGET = 1000
+
+
+@dataclass
+class Tries:
+    """Plans of as many bytes as are asked for, whose runs take more or less."""
+
+    taken: Callable[[int], int]
+    targets: list[int] = field(default_factory=list)
+
+    def offer(self, attempt: Any, structure: str, target_bytes: int, too_large: Any) -> Any:
+        self.targets.append(target_bytes)
+        plan = SimpleNamespace(
+            actions=target_bytes,
+            recompute_us=float(2 * BUDGET - target_bytes),
+            added_us=float(2 * BUDGET - target_bytes),
+        )
+        return SimpleNamespace(plan=plan, bound_bytes=None, is_smallest=False)
+
+    def run(self, attempt: Any, plan: Any, budget_bytes: int, *, target_bytes: int) -> Any:
+        return SimpleNamespace(more_bytes=self.taken(plan.actions) - budget_bytes)
+
+    def found(self) -> int:
+        planner: Any = MemoryPlanner.__new__(MemoryPlanner)
+        planner._budget_bytes, planner._asked, planner._data_parallel = BUDGET, None, None
+        planner._limit = SimpleNamespace(is_reserved=True)
+        planner._rank_zeros, planner._within = self.offer, self.run
+        actions: int = planner._tried(SimpleNamespace(), "").offer.plan.actions
+        return actions
+
+
+@pytest.mark.parametrize(
+    ("taken", "targets", "found"),
+    [
+        (lambda target: target, [1000], 1000),
+        (lambda target: target + (100 if target > 950 else 20), [1000, 900, 940], 940),
+        (lambda target: target + (100 if target > 920 else 20), [1000, 900, 940], 900),
+        (lambda target: target + (100 if target > 950 else 99), [1000, 900], 900),
+    ],
+    ids=["the first fits", "one between fits", "one between does not", "nothing is left"],
+)
+def test_what_is_left_is_tried_once(
+    taken: Callable[[int], int], targets: list[int], found: int
+) -> None:
+    tries = Tries(taken)
+
+    assert tries.found() == found
+    assert tries.targets == targets
