@@ -31,6 +31,8 @@ _OPTIONS = {
     "max_autotune_pointwise": False,
     # Trying sizes of blocks on a GPU takes memory that no plan counts.
     "triton.autotune_pointwise": False,
+    # What graphs replay into is memory of a pool, which the next replay writes over.
+    "triton.cudagraphs": False,
     # No worker processes and threads beside a training: a region has one or two kernels.
     "compile_threads": 1,
 }

@@ -26,7 +26,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from thunder_memsave.aten.record import as_one_kernel
 from thunder_memsave.fusion import inductor
@@ -80,7 +80,8 @@ class Region:
     def __call__(self, *args: Tensor) -> Sequence[Tensor]:
         """Return the results, one for each output of the region, in new memory."""
         if type(args[0]) is FakeTensor:
-            return as_one_kernel(self._eager, *args)
+            is_traced = get_proxy_mode() is not None
+            return self._eager(*args) if is_traced else as_one_kernel(self._eager, *args)
         if self._kernel is None or [a.stride() for a in args] != self._strides:
             return self._eager(*args)  # type: ignore[no-any-return]
         results = self._kernel(*args)

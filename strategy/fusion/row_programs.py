@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_memsave.budget.extract import Values
+from thunder_memsave.fusion.memory import Placed
 from thunder_memsave.fusion.region import known
 from thunder_memsave.fusion.runs import fused
 from thunder_memsave.measure.absent_device import place_for
@@ -60,13 +63,21 @@ def _fused(bsym: BoundSymbol, values: Values, *, compiles: bool) -> BoundSymbol:
     own = Values(tile.trace.args, {}, {}, values.known)
     for number, (proxy, part) in enumerate(zip(tile.trace.args, parts, strict=True)):
         own.by_name[proxy.name] = Value(_alone(part, operands[number].layout.device), number)
-    found = fused(tile.trace, own, compiles=compiles, writes_in_place=False)
+    totals = row_tiles.totals_of(program) if rows < num_rows else set()
+    placing = partial(_with_totals, makers=tile.makers_of(totals))
+    found = fused(tile.trace, own, compiles=compiles, placing=placing)
     if found is tile.trace:
         return bsym
     new = program.with_steps(list(tile.steps_of(found.bound_symbols)))
     symbol = row_tiles.symbol_of(new).bind(rows, shapes, *proxies, output=bsym.output)
     symbol.tags = bsym.tags.copy()
-    return symbol
+    before, after = (values.known.profile(each, operands) for each in (bsym, symbol))
+    return symbol if after.peak_bytes <= before.peak_bytes else bsym
+
+
+def _with_totals(symbols: Sequence[Placed], makers: Collection[int]) -> list[Placed]:
+    """Return the symbols of a tile; those whose products are added to totals, which all tiles share, make nothing."""
+    return [replace(p, is_left_out=True) if id(p.bsym) in makers else p for p in symbols]
 
 
 def _alone(part: Tensor, device: str) -> Layout:
@@ -114,6 +125,10 @@ class _Tile:
             self.trace.bound_symbols.append(bsym)
         results = [self._proxies[result.slot] for result in program.results]
         prims.python_return(tuple(results))
+
+    def makers_of(self, slots: Set[int]) -> set[int]:
+        """Return the identities of the symbols that make what is in slots."""
+        return {made for made, step in self._steps.items() if not slots.isdisjoint(step.makes)}
 
     def _new(self, tensors: dict[int, Tensor]) -> list[TensorProxy]:
         """Return proxies for the tensors in slots."""

@@ -6,7 +6,7 @@ one, or than the trace does at another moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from thunder.core.proxies import Proxy, TensorProxy
@@ -21,12 +21,13 @@ from thunder_memsave.fusion.region import bind, has_failed, known
 
 FEWEST = 2
 """Operators of a region at least."""
+Placing = Callable[[Sequence[Placed]], list[Placed]]
 MOST = 64
 """Operators of a region at most: inductor's time grows faster than their number."""
 
 
 def fused(
-    trace: TraceCtx, values: Values, *, compiles: bool = True, writes_in_place: bool = True
+    trace: TraceCtx, values: Values, *, compiles: bool = True, placing: Placing = with_places
 ) -> TraceCtx:
     """Return the trace with regions in place of runs; the very same trace where there are none.
 
@@ -34,12 +35,11 @@ def fused(
         trace: A forward or a backward in its final order, before values are deleted.
         values: With the trace's arguments; gets all values of the trace.
         compiles: Whether each region is compiled; otherwise each is taken to be one kernel.
-        writes_in_place: Whether the pass `write_in_place` comes after it.
+        placing: Says of the symbols, in their order, where later steps let them write.
 
     Raises:
         CompileError: an operation does not run on tensors without data.
     """
-    placing = with_places if writes_in_place else list
     placed = placing(beside(placing(follow(trace, values)), values))
     found = list(_Cut(placed, values, compiles=compiles).symbols())
     if len(found) == len(placed):

@@ -181,14 +181,19 @@ def run_in_tiles(
     return tuple(t for t in made if t is not None)
 
 
+def totals_of(program: RowProgram) -> set[int]:
+    """Return the slots of results that are added up over several tiles within the products that make them."""
+    sums = {r.slot for r in program.results if r.kind == "sum" and r.dtype in _NARROW}
+    products = {s.makes[0] for s in program.steps if s.operator == _PRODUCT}
+    return sums & products if program.is_on_cuda else set()
+
+
 class _Totals:
     """Sums over rows that products of matrices are added to as they are computed."""
 
     def __init__(self, program: RowProgram) -> None:
         """Find the results that are such sums."""
-        sums = {r.slot for r in program.results if r.kind == "sum" and r.dtype in _NARROW}
-        products = {s.makes[0] for s in program.steps if s.operator == _PRODUCT}
-        self.slots = sums & products if program.is_on_cuda else set()
+        self.slots = totals_of(program)
         self.of: dict[int, Tensor] = {}
         """The totals by their slots, in float32."""
 
