@@ -47,12 +47,13 @@ def measured_peak_bytes(fn: Callable[[], object]) -> int:
 
 @contextmanager
 def joint_traces() -> Iterator[list[TraceCtx]]:
-    """Collect the joint trace, before any pass, of every call that is compiled inside."""
+    """Collect the joint trace of every call that is compiled inside, after equal casts and views are merged."""
     seen: list[TraceCtx] = []
 
     def record(trace: TraceCtx) -> TraceCtx:
         seen.append(trace)
         return trace
 
-    with joint_passes(record, *JOINT_PASSES):
+    after = JOINT_PASSES.index("merge_equal") + 1
+    with joint_passes(*JOINT_PASSES[:after], record, *JOINT_PASSES[after:]):
         yield seen
