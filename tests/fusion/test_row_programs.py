@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_memsave.aten.record import AtenRecord
 from thunder_memsave.budget.extract import Values
+from thunder_memsave.fusion import inductor
 from thunder_memsave.fusion.region import Region
 from thunder_memsave.fusion.row_programs import fused_in_tiles
 from thunder_memsave.measure.layouts import Value, layout_of
@@ -75,7 +76,8 @@ def test_sums_within_products_make_no_room_in_a_tile(is_on_cuda: bool) -> None:
             row_tiles.run_in_tiles(tiles, TILE, shapes, *operands)
         peaks.append(record.peak_bytes)
     assert peaks[1] <= peaks[0]
-    assert (found is trace) is is_on_cuda, "without totals, gradients of weights leave room"
+    leaves_room = not is_on_cuda and inductor.keeps_rounding("cpu")  # else nothing of 16 bits fuses
+    assert (found is not trace) is leaves_room, "gradients of weights that are no totals do"
 
 
 def test_a_region_that_is_traced_shows_its_operators() -> None:
