@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Hashable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from thunder.core import prims
+from thunder.core import devices, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace, tracectx
@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_memsave.budget.extract import Values
 from thunder_memsave.fusion.memory import Placed
-from thunder_memsave.fusion.region import known
+from thunder_memsave.fusion.region import known as known_region
 from thunder_memsave.fusion.runs import fused
 from thunder_memsave.measure.absent_device import place_for
 from thunder_memsave.measure.layouts import Layout, Value, layout_of, make_arguments
+from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops import row_tiles
 from thunder_memsave.ops.aten_operators import operator_named, operator_symbol, proxy_like
 from thunder_memsave.ops.row_tiles import RowProgram, RowStep, Slot
@@ -39,7 +40,8 @@ def fused_in_tiles(trace: TraceCtx, values: Values, *, compiles: bool) -> TraceC
     Raises:
         CompileError: an operation does not run on tensors without data.
     """
-    found = [_fused(bsym, values, compiles=compiles) for bsym in trace.bound_symbols]
+    cut: dict[Hashable, RowProgram] = {}
+    found = [_fused(bsym, values, cut, compiles=compiles) for bsym in trace.bound_symbols]
     if all(new is bsym for new, bsym in zip(found, trace.bound_symbols, strict=True)):
         return trace
     new = from_trace(trace)
@@ -47,32 +49,52 @@ def fused_in_tiles(trace: TraceCtx, values: Values, *, compiles: bool) -> TraceC
     return new
 
 
-def _fused(bsym: BoundSymbol, values: Values, *, compiles: bool) -> BoundSymbol:
+def _fused(
+    bsym: BoundSymbol, values: Values, cut: dict[Hashable, RowProgram], *, compiles: bool
+) -> BoundSymbol:
+    """Return a symbol with regions within, if it runs in tiles; `cut` has the programs of equal ones before it."""
     program = row_tiles.program_of(bsym.sym.name)
     if program is None:
         return bsym
     rows, shapes, *proxies = bsym.args
     operands = [values.by_name[p.name] for p in proxies]
+    key = (program, rows, tuple(value.layout for value in operands))
+    if key not in cut:
+        cut[key] = _cut(program, rows, proxies, operands, values.known, compiles=compiles)
+    if cut[key] is program:
+        return bsym
+    symbol = row_tiles.symbol_of(cut[key]).bind(rows, shapes, *proxies, output=bsym.output)
+    symbol.tags = bsym.tags.copy()
+    before, after = (values.known.profile(each, operands) for each in (bsym, symbol))
+    return symbol if after.peak_bytes <= before.peak_bytes else bsym
+
+
+def _cut(
+    program: RowProgram,
+    rows: int,
+    proxies: Sequence[TensorProxy],
+    operands: Sequence[Value],
+    known: OpProfiles,
+    *,
+    compiles: bool,
+) -> RowProgram:
+    """Return a program with regions among its steps; the very same one where there are none."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         wholes = make_arguments(operands)
     num_rows = row_tiles.num_rows_of(program, wholes)
     if num_rows % rows:  # the last tile is another one
-        return bsym
+        return program
     parts = row_tiles.parts_of(program, wholes, num_rows, slice(0, rows))
     tile = _Tile(program, parts, proxies)
-    own = Values(tile.trace.args, {}, {}, values.known)
+    own = Values(tile.trace.args, {}, {}, known)
     for number, (proxy, part) in enumerate(zip(tile.trace.args, parts, strict=True)):
         own.by_name[proxy.name] = Value(_alone(part, operands[number].layout.device), number)
     totals = row_tiles.totals_of(program) if rows < num_rows else set()
     placing = partial(_with_totals, makers=tile.makers_of(totals))
     found = fused(tile.trace, own, compiles=compiles, placing=placing)
     if found is tile.trace:
-        return bsym
-    new = program.with_steps(list(tile.steps_of(found.bound_symbols)))
-    symbol = row_tiles.symbol_of(new).bind(rows, shapes, *proxies, output=bsym.output)
-    symbol.tags = bsym.tags.copy()
-    before, after = (values.known.profile(each, operands) for each in (bsym, symbol))
-    return symbol if after.peak_bytes <= before.peak_bytes else bsym
+        return program
+    return program.with_steps(list(tile.steps_of(found.bound_symbols)))
 
 
 def _with_totals(symbols: Sequence[Placed], makers: Collection[int]) -> list[Placed]:
@@ -102,7 +124,7 @@ class _Tile:
             parts: A tile's part of each operand, without numbers.
             like: The operands, on the device on which the program runs.
         """
-        self._device = torch.device(str(like[0].device.type))
+        self._device = devices.to_torch_device(like[0].device)
         self._steps: dict[int, RowStep] = {}
         """The step of a symbol, by the symbol's identity."""
         self._proxies: dict[int, TensorProxy] = {}
@@ -155,7 +177,7 @@ class _Tile:
         for bsym in symbols:
             if (step := self._steps.get(id(bsym))) is not None:
                 yield step
-            elif (region := known(bsym.sym.name)) is not None:
+            elif (region := known_region(bsym.sym.name)) is not None:
                 row_tiles.add_function(region.name, region)
                 read = tuple(Slot(self._slots[a.name]) for a in bsym.flat_proxy_args)
                 makes = tuple(self._slots[o.name] for o in bsym.flat_proxy_outs)
