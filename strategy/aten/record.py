@@ -113,7 +113,7 @@ class AtenRecord(TorchDispatchMode):
         self._most_flops = 0
         self.moved_bytes = 0
         self.product_bytes = 0
-        """Of `moved_bytes`, those of operators with FLOPs."""
+        """The part of `moved_bytes` that operators with FLOPs move."""
         self.is_random = False
         self.written: set[int] = set()
         """`storage_id` of existing storages that were written to."""

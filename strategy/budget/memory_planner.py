@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 _MOST_ROUNDS = 8
 _MOST_ROOMS = 3
 _OF_ROOM = 0.9
+"""The part of what is expected to fit that one more plan asks for."""
 _WORTH_A_TRY = 0.005
-"""Of a budget, the bytes for which one more plan is solved."""
+"""The part of a budget for which one more plan is solved."""
 _RESERVED = 1.01
 """About as many bytes are reserved for a byte of tensors, at least."""
 
@@ -317,11 +318,11 @@ class MemoryPlanner:
             offer = self._rank_zeros(attempt, structure, target_bytes, too_large)
             stage("simulate")
             run = self._within(attempt, offer.plan, budget_bytes, target_bytes=target_bytes)
+            tried = Tried(attempt, run, offer)
             if budget_bytes is None or target_bytes is None:
-                return Tried(attempt, run, offer)
+                return tried
             if run.more_bytes <= 0 and self._asked is not None and not self._limit.is_reserved:
                 self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + run.more_bytes)
-            tried = Tried(attempt, run, offer)
             if run.more_bytes <= 0 and refused is not None:
                 return self._fuller(tried, target_bytes, refused, structure, too_large)
             if run.more_bytes <= 0 or offer.bound_bytes is not None:

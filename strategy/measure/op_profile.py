@@ -76,7 +76,7 @@ class OpProfile:
     flops: int = 0
     moved_bytes: int = 0
     beside_bytes: int = 0
-    """Of `moved_bytes`, those that operators without FLOPs move, where others inside have some."""
+    """The part of `moved_bytes` that operators without FLOPs move, where others inside have some."""
     sent_bytes: int = 0
     copied_bytes: int = 0
     """Bytes that a copy to or from the host moves, beside what computes."""
@@ -179,7 +179,7 @@ class OpProfiles:
         operation = Operation(_callable(bsym), arguments, not is_opaque, bsym.sym.name)
         profile = replace(self._run_once(bsym, operation, kind), key=key)
         on_device = on_planned_device(tensors, self._device_type)
-        if bsym.sym.is_fusion or is_one_kernel(operation.name, on_device):
+        if is_one_kernel(operation.name, on_device):
             profile = _by_one_kernel(profile, tensors)
         scratch_bytes = self._scratch(operation, profile)
         return replace(

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
@@ -44,7 +43,7 @@ def merge_equal(trace: TraceCtx) -> TraceCtx:
     """
     symbols = trace.bound_symbols
     forward = forward_symbols(symbols)
-    made = {o.name for b in symbols if b.sym.id not in _NO_TENSORS for o in b.flat_proxy_outs}
+    made = {o.name for b in symbols for o in b.flat_proxy_outs}
     made -= {a.name for a in tree_flatten((trace.args, trace.kwargs))[0] if isinstance(a, Proxy)}
     made -= {name for b in symbols if (name := written_in_place(b)) is not None}
     returned = {a.name for a in symbols[-1].flat_proxy_args}
@@ -66,9 +65,6 @@ def merge_equal(trace: TraceCtx) -> TraceCtx:
     new.bound_symbols = kept
     new.set_provenance(TraceProvenance("Joint pass merge_equal"))
     return new
-
-
-_NO_TENSORS = frozenset({prims.PrimIDs.UNPACK_TRIVIAL})
 
 
 def _is_pure(bsym: BoundSymbol) -> bool:

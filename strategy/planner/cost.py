@@ -39,10 +39,10 @@ def roofline_us(op: Op, device: Device) -> float:
     return seconds * 1e6 + device.launch_us
 
 
-def seconds_of(op: Op, device: Device, flops_per_s: float, memory_bytes_per_s: float) -> float:
+def seconds_of(op: Op, device: Device, products_per_s: float, memory_bytes_per_s: float) -> float:
     """Return the longest of computing, moving and receiving, and what kernels without products move beside it."""
     longest = max(
-        op.flops / flops_per_s,
+        op.flops / products_per_s,
         (op.moved_bytes - op.beside_bytes) / memory_bytes_per_s,
         op.sent_bytes / device.network_bytes_per_s,
     )

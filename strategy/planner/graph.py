@@ -77,8 +77,8 @@ class Op:
     moved_bytes: int = 0
     """Bytes that its kernels read from and write to device memory."""
     beside_bytes: int = 0
-    """Of `moved_bytes`, those of kernels without products, in an operation that has products too: they run one after
-    the other."""
+    """The part of `moved_bytes` that kernels without products move, in an operation that has products too: they run one
+    after the other."""
     sent_bytes: int = 0
     """Bytes received from other ranks."""
     copied_bytes: int = field(default=0, repr=False)

@@ -183,22 +183,20 @@ class _Builder:
             for o in bsym.flat_proxy_outs:
                 slots[o.name] = len(slots)
         kinds = self._rows.of
-        last = _last_reads(members, {r.name for r in results})
         program = RowProgram(
             operands=tuple(RowOperand(kinds[p.name].kind, kinds[p.name].dims) for p in operands),
-            steps=tuple(self._step(b, slots, last[n]) for n, b in enumerate(members)),
+            steps=(),
             results=tuple(self._result(r, slots) for r in results),
             is_on_cuda=results[0].device.type == "cuda",
-        )
-        return program, operands, self._row_bytes(members, last)
+        ).with_steps([self._step(b, slots) for b in members])
+        return program, operands, self._row_bytes(members, program.steps)
 
-    def _step(self, bsym: BoundSymbol, slots: dict[str, int], frees: Sequence[str]) -> RowStep:
+    def _step(self, bsym: BoundSymbol, slots: dict[str, int]) -> RowStep:
         return RowStep(
             operator=str(bsym.sym.name),
             args=tuple(_slotted(a, slots) for a in bsym.args),
             kwargs=tuple((k, _slotted(a, slots)) for k, a in sorted(bsym.kwargs.items())),
             makes=tuple(slots[o.name] for o in bsym.flat_proxy_outs),
-            frees=tuple(slots[name] for name in frees),
             view=self._rows.row_wise[id(bsym)].view,
         )
 
@@ -209,17 +207,17 @@ class _Builder:
         is_sum = kind.kind == "whole"
         return RowResult(slots[proxy.name], "sum" if is_sum else "rows", dtype, kind.dims)
 
-    def _row_bytes(self, members: Sequence[BoundSymbol], last: Sequence[Sequence[str]]) -> int:
+    def _row_bytes(self, members: Sequence[BoundSymbol], steps: Sequence[RowStep]) -> int:
         """Return the most that the values of a row take, each with memory of its own."""
-        live: dict[str, int] = {}
+        live: dict[int, int] = {}
         most = 0
-        for bsym, frees in zip(members, last, strict=True):
-            is_view = self._rows.row_wise[id(bsym)].view is not None
-            for o in bsym.flat_proxy_outs:
-                live[o.name] = 0 if is_view else self._rows.width(o) * int(o.dtype.bytes)
+        for bsym, step in zip(members, steps, strict=True):
+            for slot, o in zip(step.makes, bsym.flat_proxy_outs, strict=True):
+                is_view = step.view is not None
+                live[slot] = 0 if is_view else self._rows.width(o) * int(o.dtype.bytes)
             most = max(most, sum(live.values()))
-            for name in frees:
-                live.pop(name, None)
+            for slot in step.frees:
+                live.pop(slot, None)
         return most
 
 
@@ -231,18 +229,6 @@ def _recomputed(region: RowRegion) -> list[BoundSymbol]:
         if any(o.name in needed for o in bsym.flat_proxy_outs):
             found.append(bsym)
             needed |= {a.name for a in bsym.flat_proxy_args} & region.wide
-    return found[::-1]
-
-
-def _last_reads(members: Sequence[BoundSymbol], results: set[str]) -> list[list[str]]:
-    """Return for each symbol the values that nothing reads after it and that are no results."""
-    found: list[list[str]] = []
-    seen = set(results)
-    for bsym in reversed(members):
-        names = dict.fromkeys(p.name for p in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs))
-        last = [name for name in names if name not in seen]
-        seen.update(last)
-        found.append(last)
     return found[::-1]
 
 
