@@ -300,6 +300,7 @@ class MemoryPlanner:
         search = WaySearch(
             attempt,
             lambda way: self._tried(way, structure_of(way.graph)),
+            lambda way, of: self._run(way, of.offer.plan, of.run.room, self._budget_bytes),
             budget_bytes=self._budget_bytes,
             is_reserved=self._limit.is_reserved,
             device=self.device,

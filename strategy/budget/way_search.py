@@ -16,6 +16,8 @@ from thunder_memsave.planner.graph import Device
 
 _NOTICEABLE = 0.02
 """Part of the budget, or of what is needed, that a loss's tile takes at least for smaller ones to be tried."""
+_WORTH_A_TRY = 0.005
+"""Part of the budget that a plan needs less with smaller tiles at least, for plans to be solved for these."""
 _BLOCK = 2
 """The largest ratio of an allocator's block to what is in it."""
 
@@ -49,6 +51,7 @@ class WaySearch:
         self,
         first: Attempt,
         tried: Callable[[Attempt], Tried],
+        ran: Callable[[Attempt, Tried], Run],
         *,
         budget_bytes: int | None,
         is_reserved: bool,
@@ -60,13 +63,14 @@ class WaySearch:
         Args:
             first: The call, whole and with the largest tiles.
             tried: Searches for a plan of a way.
+            ran: Runs the plan that was found for one way in another.
             budget_bytes: Of a step; None: no limit.
             is_reserved: Whether the budget is one of reserved bytes.
             device: Its rates are the times of what a way adds.
             data_parallel: The ranks that must choose the same.
         """
         self._first = first
-        self._tried = tried
+        self._tried, self._ran = tried, ran
         self._budget_bytes = budget_bytes
         self._is_reserved = is_reserved
         self._device = device
@@ -115,12 +119,18 @@ class WaySearch:
         return way.with_smallest_losses if is_hopeless else way.with_smaller_losses
 
     def _quicker(self, tried: Tried) -> Tried:
-        """Take smaller tiles while that costs less than to recompute what has no room beside larger ones."""
+        """Take smaller tiles while that costs less than to recompute what has no room beside larger ones.
+
+        Where the same plan needs no less with smaller tiles, its peaks are at other moments, as those of others are.
+        """
         while self._budget_bytes is not None and tried.offer.plan.recompute_us:
             way = tried.attempt.way.with_smaller_losses
             share = tried.attempt.loss_tile_bytes / self._budget_bytes
             attempt = None if way is None else self._in_way(way)
             if attempt is None or self._is_on_any(share < _NOTICEABLE):
+                break
+            saved_bytes = tried.run.more_bytes - self._ran(attempt, tried).more_bytes
+            if saved_bytes < _WORTH_A_TRY * self._budget_bytes:
                 break
             smaller = self._tried(attempt)
             if smaller.run.more_bytes > 0 or self._step_us(smaller) >= self._step_us(tried):

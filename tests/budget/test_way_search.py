@@ -1,4 +1,8 @@
-"""Ways are tried as long as they can help: giving cached memory back does not where tensors alone are too many."""
+"""Ways are tried as long as they can help.
+
+Giving cached memory back does not where tensors alone are too many, nor do smaller tiles of a loss where the peak is
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +38,15 @@ class Call:
         call = SimpleNamespace(profile=SimpleNamespace(peak_bytes=peak_bytes))
         return SimpleNamespace(attempt=attempt, run=SimpleNamespace(more_bytes=9, call=call))
 
+    def ran(self, attempt: Any, tried: Any) -> Any:
+        raise AssertionError("nothing fits, so nothing is made quicker")
+
     def ways(self) -> list[tuple[bool, bool]]:
         first: Any = self
         WaySearch(
             first,
             self.tried,
+            self.ran,
             budget_bytes=BUDGET_BYTES,
             is_reserved=True,
             device=DEVICES["h100"],
@@ -60,3 +68,46 @@ def test_cached_memory_is_given_back_where_tensors_fit(
     whole_bytes: int, tiled_bytes: int | None, expected: list[tuple[bool, bool]]
 ) -> None:
     assert Call(whole_bytes, tiled_bytes).ways() == expected
+
+
+@dataclass
+class Losses:
+    """A call that fits, whose loss takes some bytes at its peak, or elsewhere."""
+
+    is_at_peak: bool
+    solved: list[int] = field(default_factory=list)
+    """Divisors of the ways for which plans were solved."""
+
+    def in_way(self, way: Way) -> Any:
+        graph = SimpleNamespace(ops=())
+        return SimpleNamespace(way=way, loss_tile_bytes=40 // way.loss_divisor, graph=graph)
+
+    def taken_bytes(self, way: Way) -> int:
+        return BUDGET_BYTES - (40 - 40 // way.loss_divisor if self.is_at_peak else 0)
+
+    def tried(self, attempt: Any) -> Any:
+        self.solved.append(attempt.way.loss_divisor)
+        plan = SimpleNamespace(recompute_us=9.0 / attempt.way.loss_divisor)
+        run, offer = SimpleNamespace(more_bytes=0), SimpleNamespace(plan=plan)
+        return SimpleNamespace(attempt=attempt, run=run, offer=offer)
+
+    def ran(self, attempt: Any, tried: Any) -> Any:
+        of, before = self.taken_bytes(attempt.way), self.taken_bytes(tried.attempt.way)
+        return SimpleNamespace(more_bytes=of - before)
+
+
+@pytest.mark.parametrize(("is_at_peak", "divisors"), [(True, [1, 4, 16]), (False, [1])])
+def test_plans_are_solved_for_smaller_losses_only_where_these_are_at_the_peak(
+    is_at_peak: bool, divisors: list[int]
+) -> None:
+    losses: Any = Losses(is_at_peak)
+    WaySearch(
+        losses,
+        losses.tried,
+        losses.ran,
+        budget_bytes=BUDGET_BYTES,
+        is_reserved=False,
+        device=DEVICES["h100"],
+        data_parallel=None,
+    ).best()
+    assert losses.solved == divisors
