@@ -14,6 +14,7 @@ from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
 from thunder_memsave.passes.drop_unread import drop_unread
 from thunder_memsave.passes.in_place.embedding_sums import add_embedding_gradients
 from thunder_memsave.passes.in_place.overwritten import keep_overwritten
+from thunder_memsave.passes.join_views import join_views
 from thunder_memsave.passes.merge_equal import merge_equal
 from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.step import Pass, Step, on_joint
@@ -46,6 +47,7 @@ STEPS: tuple[Step[State], ...] = (
     _step("claim", "let executors claim operations", joint_steps.claim),
     # Passes over the joint trace: operations are claimed.
     _pass("keep_overwritten", "copy what is written over and read by backward", keep_overwritten),
+    _pass("join_views", "make views of views at once", join_views),
     _pass("merge_equal", "compute equal casts and views once", merge_equal),
     _pass(
         "gather_in_compute_dtype", "cast weights before they are gathered", gather_in_compute_dtype

@@ -54,6 +54,7 @@ def _found() -> dict[OpOverload, Callable[..., Any]]:
         **{pair: getattr(functions, pair[0], None) for pair in [*pairs, ("mean", "dim")]},
         **{(name, "default"): getattr(of_layers, name, None) for name in _OF_LAYERS.split()},
         ("expand", "default"): torch.Tensor.expand,
+        ("view", "default"): torch.Tensor.view,
     }
     direct: dict[OpOverload, Callable[..., Any]] = {}
     for (name, overload), function in found.items():

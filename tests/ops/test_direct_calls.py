@@ -31,6 +31,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "baddbmm.default": (BATCH, BATCH, BATCH),
     "addbmm.default": (SQUARE, BATCH, BATCH),
     "permute.default": (BATCH, [2, 0, 1]),
+    "view.default": (A, [2, -1, 6]),
     "unsqueeze.default": (A, 1),
     "cat.default": ([A, B], 1),
     "stack.default": ([A, B], 1),

@@ -21,6 +21,7 @@ from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.in_place.embedding_sums import add_embedding_gradients
 from thunder_memsave.passes.in_place.overwritten import keep_overwritten
+from thunder_memsave.passes.join_views import join_views
 from thunder_memsave.passes.merge_equal import merge_equal
 from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.recompute import recompute
@@ -53,7 +54,17 @@ def test_no_pass_of_the_list_is_left_out_of_these_tests() -> None:
     names = [step.name for step in STEPS]
     found = names[names.index("claim") + 1 : names.index("plan")]
     assert found == [*JOINT_PASSES]
-    assert set(JOINT_PASSES) < {*(run.__name__ for run in IDLE), "fetch_weights", "tile_rows"}
+    assert set(JOINT_PASSES) < {
+        *(run.__name__ for run in IDLE),
+        "join_views",
+        "fetch_weights",
+        "tile_rows",
+    }
+
+
+def test_joining_views_satisfies_the_contract() -> None:
+    contract.check(join_views, name="join_views")
+    contract.check_identity(join_views, name="join_views")
 
 
 def test_fetching_weights_satisfies_the_contract() -> None:
