@@ -70,7 +70,7 @@ class _Joined:
         """What may not be handed over as another gradient: the caller has it, or gets it already."""
         names: dict[str, Proxy] = {}
         for bsym in symbols:
-            self._follow(renamed(bsym, names, skip_output=True) if names else bsym, names)
+            self._follow(renamed(bsym, names, skip_output=True), names)
 
     def _follow(self, bsym: BoundSymbol, names: dict[str, Proxy]) -> None:
         """Append a symbol; a view as one of what its operand is a view of; or add under which name its result is."""

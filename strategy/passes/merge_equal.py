@@ -51,7 +51,7 @@ def merge_equal(trace: TraceCtx) -> TraceCtx:
     names: dict[str, Proxy] = {}
     kept = []
     for bsym in symbols:
-        own = renamed(bsym, names, skip_output=True) if names else bsym
+        own = renamed(bsym, names, skip_output=True)
         if _is_pure(own) and _are_inside(own, made, returned):
             equal = first.setdefault((id(bsym) in forward, _key(own)), own)
             if equal is not own:

@@ -112,8 +112,11 @@ def renamed(
 ) -> BoundSymbol:
     """Return the same symbol with proxies replaced, by name.
 
-    Does what Thunder's `from_bsym_swap_proxies` does, in a fraction of its time.
+    Does what Thunder's `from_bsym_swap_proxies` does, in a fraction of its time. The very same symbol, which knows its
+    flat arguments already, if it has none of them and its output stays.
     """
+    if skip_output and not any(a.name in names for a in bsym.flat_proxy_args):
+        return bsym
     return bsym.from_bsym(
         args=_swapped(bsym.args, names),
         kwargs=_swapped(bsym.kwargs, names),
