@@ -89,8 +89,10 @@ class _Joined:
             names[bsym.output.name] = source
             self.has_changed = True
             return
-        self.views[bsym.output.name] = bsym
         self.symbols.append(bsym)
+        # What the caller has is there for backward too, under this name: views of it stay views of it.
+        if bsym.output.name not in self._outputs:
+            self.views[bsym.output.name] = bsym
 
     def _may_stand_for(self, result: Proxy, source: Proxy) -> bool:
         """Return whether a tensor may be in place of a view that is all of it."""

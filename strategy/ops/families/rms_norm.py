@@ -62,12 +62,12 @@ def _of_value(
         return _by_kernel(grad, value, num_dims, rstd, weight, [True, False])[0]
     tiles = _tiles(grad, value, num_dims)
     if len(tiles) == 1:
-        return _of_rows(grad, value, num_dims, weight, eps)
+        return _of_rows(grad, value, num_dims, rstd, weight, eps)
     result = torch.empty_like(value)
     lead = value.ndim - num_dims
-    of, given, rows = (t.flatten(0, lead - 1) for t in (result, grad, value))
+    of, given, rows, roots = (t.flatten(0, lead - 1) for t in (result, grad, value, rstd))
     for tile in tiles:
-        of[tile] = _of_rows(given[tile], rows[tile], num_dims, weight, eps)
+        of[tile] = _of_rows(given[tile], rows[tile], num_dims, roots[tile], weight, eps)
     return result
 
 
@@ -86,10 +86,15 @@ def _tiles(grad: Tensor, value: Tensor, num_dims: int) -> list[slice]:
 
 
 def _of_rows(
-    grad: Tensor, value: Tensor, num_dims: int, weight: Tensor | None, eps: float | None
+    grad: Tensor,
+    value: Tensor,
+    num_dims: int,
+    rstd: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
 ) -> Tensor:
     if _is_of_one_dtype(value, weight):
-        return _by_operators(grad, value, num_dims, weight, eps)
+        return _by_operators(grad, value, num_dims, rstd, weight)
     shape = value.shape[-num_dims:]
     return _differentiated(lambda leaf: torch.rms_norm(leaf, shape, weight, eps), value, grad)
 
@@ -106,7 +111,7 @@ def _fake_of_value(
     if _has_kernel(value, weight):
         return torch.empty_like(value)
     wide = [None if t is None else t.to(rstd.dtype) for t in (grad, value, weight)]
-    laid_out = _by_operators(wide[0], wide[1], num_dims, wide[2], eps)  # type: ignore[arg-type]
+    laid_out = _by_operators(wide[0], wide[1], num_dims, rstd, wide[2])  # type: ignore[arg-type]
     return torch.empty_strided(
         value.shape, laid_out.stride(), dtype=value.dtype, device=value.device
     )
@@ -124,7 +129,7 @@ def _of_weight(
         return _by_kernel(grad, value, num_dims, rstd, weight, [False, True])[1]
     shape = value.shape[-num_dims:]
     if _is_of_one_dtype(value, weight) and value.ndim > num_dims:
-        of_rows = grad * torch.rms_norm(value, shape, None, eps)
+        of_rows = grad * (value * rstd)
         return of_rows.sum(tuple(range(value.ndim - num_dims)))
     return _differentiated(lambda leaf: torch.rms_norm(value, shape, leaf, eps), weight, grad)
 
@@ -136,15 +141,13 @@ def _is_of_one_dtype(value: Tensor, weight: Tensor | None) -> bool:
 
 
 def _by_operators(
-    grad: Tensor, value: Tensor, num_dims: int, weight: Tensor | None, eps: float | None
+    grad: Tensor, value: Tensor, num_dims: int, rstd: Tensor, weight: Tensor | None
 ) -> Tensor:
-    """Return the gradient of the value, by the operators that autograd runs, in its order: half the time of autograd.
+    """Return the gradient of the value, by the operators that autograd runs, in its order, with the forward's `rstd`.
 
     As in PyTorch (`rms_norm_composite` in aten/src/ATen/native/layer_norm.cpp, derivatives.yaml).
     """
     dims = tuple(range(value.ndim - num_dims, value.ndim))
-    eps = torch.finfo(value.dtype).eps if eps is None else eps
-    rstd = value.pow(2).mean(dims, keepdim=True).add_(eps).rsqrt_()
     grad = grad if weight is None else grad * weight
     of_mean = -0.5 * (grad * value).sum(dims, keepdim=True) * rstd.pow(3)
     of_squares = of_mean.expand_as(value) / math.prod(value.shape[-num_dims:])
