@@ -7,8 +7,12 @@
     t4 = mm(t(g), x)                             return mm(t(g), x)
     return t(t(t4))
 
-PyTorch's derivative of a linear layer has five transposes, of which one moves anything. No view is a kernel, but each
-is a call from Python, and on a GPU some steps wait for those.
+PyTorch's derivative of a linear layer has five transposes, of which one is needed. No view is a kernel, but each is a
+call from Python, and on a GPU some steps wait for those.
+
+The strides are those of the views one by one. PyTorch gives dims of one element strides by the shape before, and
+kernels choose by them (a batch of one image may be taken for channels last): such views are joined only where the
+strides before are known.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_memsave.ops.aten_operators import operator_of, operator_symbol
-from thunder_memsave.passes.symbols import is_joint, renamed
+from thunder_memsave.passes.symbols import forward_symbols, is_joint, renamed
 
 _ATEN = torch.ops.aten
 _VIEW = _ATEN.view.default
@@ -31,6 +35,8 @@ _RESHAPES = frozenset({_VIEW, _ATEN._unsafe_view.default})
 """The second differs from the first for autograd alone, which sees nothing of a trace."""
 _PERMUTES = frozenset({_ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default})
 _VIEWS = _RESHAPES | _PERMUTES
+_CONTIGUOUS = frozenset({_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default})
+"""Operators whose results are contiguous, whatever they read."""
 
 
 def join_views(trace: TraceCtx) -> TraceCtx:
@@ -57,17 +63,24 @@ class _Joined:
         self.symbols: list[BoundSymbol] = []
         self.views: dict[str, BoundSymbol] = {}
         """Reshapes and transposes, by the names of what they make."""
+        self._contiguous: set[str] = set()
         self.has_changed = False
         symbols = trace.bound_symbols
         given = tree_flatten((trace.args, trace.kwargs))[0]
-        cotangents = [o for b in symbols if b.sym.id is PrimIDs.GET_GRAD for o in b.flat_proxy_outs]
+        forward = forward_symbols(symbols)
+        of_forward = [
+            o
+            for b in symbols
+            if id(b) in forward or b.sym.id is PrimIDs.GET_GRAD
+            for o in b.flat_proxy_outs
+        ]
         returned = {a.name for a in symbols[-1].flat_proxy_args}
         self._gradients = _gradients(symbols)
         self._outputs = returned - self._gradients
         self._not_gradients = returned | {
-            p.name for p in (*given, *cotangents) if isinstance(p, Proxy)
+            p.name for p in (*given, *of_forward) if isinstance(p, Proxy)
         }
-        """What may not be handed over as another gradient: the caller has it, or gets it already."""
+        """What may not be handed over as another gradient: what backward does not make, or hands over already."""
         names: dict[str, Proxy] = {}
         for bsym in symbols:
             self._follow(renamed(bsym, names, skip_output=True), names)
@@ -77,14 +90,14 @@ class _Joined:
         operator = operator_of(bsym)
         if operator not in _VIEWS:
             self.symbols.append(bsym)
+            if operator in _CONTIGUOUS:
+                self._contiguous.add(bsym.output.name)
             return
         before = self.views.get(bsym.args[0].name)
-        is_of_reshape = before is not None and operator_of(before) in _RESHAPES
-        if operator in _RESHAPES and (is_of_reshape or operator is not _VIEW):
-            of = before.args[0] if before is not None and is_of_reshape else bsym.args[0]
-            bsym = bsym.from_bsym(sym=operator_symbol(_VIEW), args=(of, *bsym.args[1:]))
-            self.has_changed = True
-        source = _given_back(bsym, before)
+        if operator in _RESHAPES:
+            source, bsym = self._reshaped(bsym, before)
+        else:
+            source = None if before is None else _permuted_back(bsym, before)
         if source is not None and self._may_stand_for(bsym.output, source):
             names[bsym.output.name] = source
             self.has_changed = True
@@ -93,6 +106,26 @@ class _Joined:
         # What the caller has is there for backward too, under this name: views of it stay views of it.
         if bsym.output.name not in self._outputs:
             self.views[bsym.output.name] = bsym
+
+    def _reshaped(
+        self, bsym: BoundSymbol, before: BoundSymbol | None
+    ) -> tuple[TensorProxy | None, BoundSymbol]:
+        """Return what a reshape gives back in its own shape, if anything, and it as one of what is no reshape."""
+        source: TensorProxy = bsym.args[0]
+        if before is not None and operator_of(before) in _RESHAPES:
+            first: TensorProxy = before.args[0]
+            if self._has_strides_of_shape(first, source, bsym.output):
+                source = first
+        if source is not bsym.args[0] or operator_of(bsym) is not _VIEW:
+            bsym = bsym.from_bsym(sym=operator_symbol(_VIEW), args=(source, *bsym.args[1:]))
+            self.has_changed = True
+        is_back = tuple(source.shape) == tuple(bsym.output.shape)
+        return (source if is_back and self._has_strides_of_shape(source) else None), bsym
+
+    def _has_strides_of_shape(self, source: TensorProxy, *views: TensorProxy) -> bool:
+        """Return whether a view of a tensor has the same strides whichever of its views is between."""
+        sizes = [size for each in (source, *views) for size in each.shape]
+        return min(sizes, default=1) > 1 or (source.name in self._contiguous and min(sizes) > 0)
 
     def _may_stand_for(self, result: Proxy, source: Proxy) -> bool:
         """Return whether a tensor may be in place of a view that is all of it."""
@@ -116,16 +149,14 @@ def _gradients(symbols: Sequence[BoundSymbol]) -> set[str]:
     return gradients - {p.name for p in others if isinstance(p, Proxy)}
 
 
-def _given_back(view: BoundSymbol, before: BoundSymbol | None) -> TensorProxy | None:
-    """Return the tensor of which a view, or one and the one `before` it, is all, in its shape; None: of none."""
-    source: TensorProxy = view.args[0]
-    if operator_of(view) in _RESHAPES:
-        return source if tuple(source.shape) == tuple(view.output.shape) else None
-    if before is None or operator_of(before) not in _PERMUTES:
+def _permuted_back(view: BoundSymbol, before: BoundSymbol) -> TensorProxy | None:
+    """Return the tensor that a permutation gives back after the one `before` it; None: it does not."""
+    if operator_of(before) not in _PERMUTES:
         return None
     dims, dims_before = _permutation(view), _permutation(before)
     is_undone = all(dims_before[dim] == number for number, dim in enumerate(dims))
-    return before.args[0] if is_undone else None
+    source: TensorProxy = before.args[0]
+    return source if is_undone else None
 
 
 def _permutation(view: BoundSymbol) -> list[int]:

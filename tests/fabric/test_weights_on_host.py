@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from harness import models
 from harness.copy_engines import hostile_copies
+from harness.effort import little_effort
 from harness.fabric import make_fabric
 from harness.host_weights import small_host_weights
 from harness.memory import measured_memory
@@ -191,7 +192,7 @@ def test_as_few_layers_as_it_takes_go_to_the_host_where_nothing_else_fits(
     layer = sum(p.nbytes for p in here.net.model.layers[0].parameters())
     budget = least - layer
     caplog.set_level(logging.INFO)
-    with elsewhere(), hostile_copies():
+    with elsewhere(), hostile_copies(), little_effort():
         found = Run({"budget": budget, "host_budget": 2**28}, num_layers=4).steps(2)
         assert found.same_as(here)
     assert found.peak_bytes <= budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -113,3 +114,61 @@ def test_gradients_that_are_one_value_are_right() -> None:
 
     gradients = [operand.grad for operand in operands]
     assert all(g is not None and torch.equal(g, given) for g in gradients)
+
+
+class _Kept(torch.autograd.Function):
+    """Its gradient is what forward computed, transposed and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = torch.sin(x)
+        ctx.save_for_backward(y.t())
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        saved: Tensor = ctx.saved_tensors[0]
+        return saved.t()
+
+
+class Kept(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Tensor = _Kept.apply(x)  # type: ignore[no-untyped-call]
+        return kept
+
+
+def test_backward_returns_no_value_of_forward_itself() -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+
+    CompiledModule(Kept())(x).sum().backward()
+
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().sin())
+
+
+class OneImage(nn.Module):
+    """Its batch of one image is one of channels first or last, by the stride of the dim of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.permute(0, 3, 1, 2).reshape(x.shape[0], 16, 8, 8))
+
+
+class Widened(nn.Module):
+    """Its last view asks for a stride of 1, which a dim of one element has after the views before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:1].t().reshape(5).reshape(5, 1).view(torch.float16).clone()
+
+
+@pytest.mark.parametrize(("made", "shape"), [(OneImage, (1, 8, 8, 16)), (Widened, (6, 5))])
+def test_strides_of_dims_of_one_element_stay(made: type[nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module, x = made(), torch.randn(shape)
+    with torch.no_grad():
+        found, expected = CompiledModule(module)(x), module(x)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()

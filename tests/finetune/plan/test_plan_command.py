@@ -92,6 +92,7 @@ def test_a_run_that_does_not_fit_ends_with_3_and_the_smallest_budget(
     assert "it does not fit: the budget is 64.45 MiB, and the smallest" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("_quick")
 def test_a_budget_is_of_reserved_bytes_and_names_the_smallest_that_works(
     run_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from harness.effort import little_effort
 from harness.planned_models import MODELS, planned
 from thunder_memsave.finetune.plan import run_planner
 from thunder_memsave.finetune.plan.plan_run import RunPlan
@@ -51,6 +52,11 @@ def test_a_budget_is_kept_for_what_is_reserved(
     name: str, is_expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_planner, "_SMALLEST_S", 0.1)
+    with little_effort():
+        check_budgets(name, is_expandable=is_expandable)
+
+
+def check_budgets(name: str, *, is_expandable: bool) -> None:
     keep_all = planned(name, None, is_expandable=is_expandable)
     most, least = reserved_bytes(keep_all), keep_all.smallest_bytes
     assert least < most
