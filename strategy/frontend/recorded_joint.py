@@ -22,7 +22,7 @@ from thunder_memsave.aten.round_trips import only_casts
 from thunder_memsave.aten.whole_calls import WHOLE_CALL, WHOLE_CALL_BACKWARD
 from thunder_memsave.frontend.fx_nodes import tag_origin
 from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
-from thunder_memsave.ops.aten_operators import record
+from thunder_memsave.ops.aten_operators import proxy_like, record
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Torch 2.14 records the one as the other."""
@@ -44,6 +44,17 @@ class RecordedJoint:
     device: torch.device | None
     """Where every tensor is taken to be, for a plan; None: where it is."""
 
+    def described(self, *tensors: TensorProxy) -> tuple[TensorProxy, ...]:
+        """Return proxies like those that `forward` gives, and record nothing."""
+        own = dict(zip(self.joint.operands, tensors, strict=False))
+        return tuple(
+            TensorProxy(like=own[node])
+            if node in own
+            else proxy_like(node.meta["val"], self.device)
+            for node in self._results
+            if isinstance(node, fx.Node)
+        )
+
     def forward(self, *tensors: TensorProxy) -> tuple[Any, ...]:
         """Record what the results need, and return them; rules of whole calls read tensors beyond the operands."""
         return self._outputs(self._run_forward(tensors), tensors)
@@ -59,6 +70,7 @@ class RecordedJoint:
             values = self._run_forward(tensors)
             outputs = self._outputs(values, tensors)
         trace.peek_scope().append(_whole("joint_forward", forward, reads=tensors, gives=outputs))
+        of_forward = set(values)
         tensors_only = [i for i, o in enumerate(self.joint.outputs) if isinstance(o, fx.Node)]
         of_leaf = dict(zip(tensors_only, outputs, strict=False))  # writes follow
         cotangents, backward = [], list[BoundSymbol]()
@@ -69,6 +81,9 @@ class RecordedJoint:
             backward += laid_out
         with _recording() as recorded:
             self._run(self.joint.gradients, values)
+            for gradient in dict.fromkeys(self.joint.gradients):
+                if gradient is not None and gradient in of_forward:
+                    values[gradient] = self._alias(gradient, values[gradient])
         backward += recorded
         read = (*tensors, *cotangents)
         gradients = [values[g] for g in self.joint.gradients if g is not None]
@@ -97,6 +112,13 @@ class RecordedJoint:
         traced: Tensor = node.meta["val"]
         stride = tuple(traced.stride())
         return self.opaque.call(laid_out, traced, (tensor, stride), {}, device=self.device)
+
+    def _alias(self, node: fx.Node, value: TensorProxy) -> TensorProxy:
+        """Record an alias of what forward made: what backward alone returns is not saved for it."""
+        alias = torch.ops.aten.alias.default
+        expected: Tensor = node.meta["val"]
+        made: TensorProxy = record(alias, (value,), {}, expected=expected, device=self.device)
+        return made
 
     def _run(self, results: Sequence[Any], values: dict[Any, Any]) -> None:
         """Record what results need beside the values."""
@@ -227,7 +249,7 @@ def joint_symbol(recorded: RecordedJoint, function: Callable[..., Any]) -> Symbo
     """Return a symbol that stands for the recorded function: `(*operands) -> (*tensors among the outputs, *writes)`."""
     opaque = recorded.opaque
     name = opaque.unique(operator_name(function))
-    symbol = Symbol(name=name, meta=recorded.forward, id=f"thunder_memsave.{name}", is_prim=False)
+    symbol = Symbol(name=name, meta=recorded.described, id=f"thunder_memsave.{name}", is_prim=False)
     opaque.register_implementation(
         symbol,
         execution_transform=recorded.forward,

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.parity import Twins, weighted_sum
+from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import CaptureError, CompileError
+from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.search.solve import Policy
 
 
 class NestedAutocast(nn.Module):
@@ -109,6 +113,42 @@ class CustomFunction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return Cube.apply(self.linear(x), 0.5)  # type: ignore[no-untyped-call]
+
+
+class Found(torch.autograd.Function):
+    """Its forward computes the gradient, as some losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        gradient = torch.cos(x)
+        ctx.save_for_backward(gradient, weight)
+        return torch.sin(x).sum() + 2 * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gradient, weight = ctx.saved_tensors
+        return gradient, weight
+
+
+class FoundInForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Found.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return found
+
+
+@pytest.mark.parametrize("policy", ["keep_all", "recompute_all"])
+def test_a_gradient_may_be_a_value_of_forward_or_an_operand(policy: Policy) -> None:
+    module, x = FoundInForward(), torch.randn(4, 8, requires_grad=True)
+    planner = MemoryPlanner(MemoryConfig(policy=policy), device=device("cpu"), budget_bytes=None)
+    CompiledModule(module, planner=planner)(x).backward()
+    assert module.weight.grad is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().cos())
+    assert torch.equal(module.weight.grad, module.weight.detach())
 
 
 def test_a_custom_autograd_function_runs_its_own_backward() -> None:

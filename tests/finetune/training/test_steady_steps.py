@@ -21,7 +21,7 @@ OF_THE_HOST = {
 }
 """Reads of tensors that are on the host whatever the device."""
 OF_A_LOG_LINE = "tolist in step_numbers.py:_read"
-OPERATORS_OF_A_STEP = 400
+OPERATORS_OF_A_STEP = 345
 """Ceiling for `tiny_pretrain` with one layer and two micro-batches."""
 
 
