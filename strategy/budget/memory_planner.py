@@ -20,7 +20,7 @@ from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question, refuse_budget
 from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
-from thunder_memsave.budget.way_search import Run, Tried, WaySearch
+from thunder_memsave.budget.way_search import WORTH_A_TRY, Run, Tried, WaySearch
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.agreement import (
     OtherRankError,
@@ -52,8 +52,6 @@ _MOST_ROUNDS = 8
 _MOST_ROOMS = 3
 _OF_ROOM = 0.9
 """The part of what is expected to fit that one more plan asks for."""
-_WORTH_A_TRY = 0.005
-"""The part of a budget for which one more plan is solved."""
 _RESERVED = 1.01
 """About as many bytes are reserved for a byte of tensors, at least."""
 
@@ -351,7 +349,7 @@ class MemoryPlanner:
         assert budget_bytes is not None
         part = left_bytes / (left_bytes + refused.more_bytes)
         more_bytes = int(_OF_ROOM * part * (refused.target_bytes - target_bytes))
-        if not tried.offer.plan.recompute_us or more_bytes < _WORTH_A_TRY * budget_bytes:
+        if not tried.offer.plan.recompute_us or more_bytes < WORTH_A_TRY * budget_bytes:
             return tried
         stage("solve")
         offer = self._rank_zeros(tried.attempt, structure, target_bytes + more_bytes, too_large)

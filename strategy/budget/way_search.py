@@ -16,8 +16,8 @@ from thunder_memsave.planner.graph import Device
 
 _NOTICEABLE = 0.02
 """Part of the budget, or of what is needed, that a loss's tile takes at least for smaller ones to be tried."""
-_WORTH_A_TRY = 0.005
-"""Part of the budget that a plan needs less with smaller tiles at least, for plans to be solved for these."""
+WORTH_A_TRY = 0.005
+"""Part of a budget for which one more plan is solved."""
 _BLOCK = 2
 """The largest ratio of an allocator's block to what is in it."""
 
@@ -130,7 +130,7 @@ class WaySearch:
             if attempt is None or self._is_on_any(share < _NOTICEABLE):
                 break
             saved_bytes = tried.run.more_bytes - self._ran(attempt, tried).more_bytes
-            if saved_bytes < _WORTH_A_TRY * self._budget_bytes:
+            if saved_bytes < WORTH_A_TRY * self._budget_bytes:
                 break
             smaller = self._tried(attempt)
             if smaller.run.more_bytes > 0 or self._step_us(smaller) >= self._step_us(tried):
