@@ -1,7 +1,6 @@
 """Drops operations that nothing reads: Thunder's `dce`, in time that grows with the trace.
 
-Thunder's looks through all parts of an operation for each of them, and the operation that a whole graph is recorded as
-has tens of thousands.
+Thunder's looks through all parts of an operation for each of them.
 """
 
 from __future__ import annotations
