@@ -14,6 +14,8 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder.executors.passes import _transform_for_operator_executor_execution
 from thunder.extend import Executor, OperatorExecutor
 
+from thunder_memsave.passes.symbols import emptied
+
 _MARK = Symbol(name="mark", meta=None, is_prim=True, python_impl=lambda: None)
 """Stands between operations, and is kept."""
 
@@ -39,8 +41,7 @@ def _claimed_once(trace: TraceCtx, executors: Sequence[Executor]) -> TraceCtx:
     waiting = [b for b in trace.bound_symbols if not _stays(b, executors)]
     if not all(b.sym.is_prim for b in waiting):
         return _transform_for_operator_executor_execution(trace, executors)
-    part = from_trace(trace)
-    part.names = set(trace.names)
+    part = emptied(trace)
     part.bound_symbols = [b for each in waiting for b in (each, _MARK.bind(output=None))]
     part.bound_symbols.append(prims.python_return.bind((), output=None))
     done = _transform_for_operator_executor_execution(part, executors)

@@ -22,12 +22,12 @@ from thunder.core import devices, prims
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx, TraceProvenance, tracectx
 from thunder.executors.torchex import wait_prim_impl
 
 from thunder_memsave.errors import CompileError
 from thunder_memsave.ops.host_copies.weights import fetch_weight
-from thunder_memsave.passes.symbols import renamed, written_in_place
+from thunder_memsave.passes.symbols import emptied, renamed, written_in_place
 
 
 def fetch_weights(trace: TraceCtx, names: Collection[str]) -> TraceCtx:
@@ -52,8 +52,7 @@ def fetch_weights(trace: TraceCtx, names: Collection[str]) -> TraceCtx:
                 f"The forward changes {written!r} in place, which memory.offload_weights keeps on the host, so the "
                 "change would be lost. Leave its module out of memory.offload_weights."
             )
-    new = from_trace(trace)
-    new.names = set(trace.names)
+    new = emptied(trace)
     with tracectx(new):
         new.bound_symbols = list(_rewritten(trace.bound_symbols, weights))
     new.set_provenance(TraceProvenance("Joint pass fetch_weights"))

@@ -24,10 +24,10 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx, TraceProvenance
 
 from thunder_memsave.ops.aten_operators import operator_of, operator_symbol
-from thunder_memsave.passes.symbols import forward_symbols, is_joint, renamed
+from thunder_memsave.passes.symbols import emptied, forward_symbols, is_joint, renamed
 
 _ATEN = torch.ops.aten
 _VIEW = _ATEN.view.default
@@ -49,8 +49,7 @@ def join_views(trace: TraceCtx) -> TraceCtx:
     kept = _read(joined.symbols, joined.views)
     if not joined.has_changed:
         return trace
-    new = from_trace(trace)
-    new.names = set(trace.names)  # a copy: later passes change both traces
+    new = emptied(trace)
     new.bound_symbols = kept
     new.set_provenance(TraceProvenance("Joint pass join_views"))
     return new
@@ -80,7 +79,7 @@ class _Joined:
         self._not_gradients = returned | {
             p.name for p in (*given, *of_forward) if isinstance(p, Proxy)
         }
-        """What may not be handed over as another gradient: what backward does not make, or hands over already."""
+        """Names of tensors that stand for no gradient: backward does not make them, or hands them over already."""
         names: dict[str, Proxy] = {}
         for bsym in symbols:
             self._follow(renamed(bsym, names, skip_output=True), names)

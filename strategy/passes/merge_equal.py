@@ -16,10 +16,11 @@ import torch
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx, TraceProvenance
 
 from thunder_memsave.ops.aten_operators import operator_of
 from thunder_memsave.passes.symbols import (
+    emptied,
     forward_symbols,
     is_cast,
     renamed,
@@ -60,8 +61,7 @@ def merge_equal(trace: TraceCtx) -> TraceCtx:
         kept.append(own)
     if not names:
         return trace
-    new = from_trace(trace)
-    new.names = set(trace.names)  # a copy: later passes change both traces
+    new = emptied(trace)
     new.bound_symbols = kept
     new.set_provenance(TraceProvenance("Joint pass merge_equal"))
     return new

@@ -31,7 +31,7 @@ from types import MappingProxyType
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx, TraceProvenance, tracectx
 
 from thunder_memsave.ops.host_copies.symbols import (
     LaidOut,
@@ -41,6 +41,7 @@ from thunder_memsave.ops.host_copies.symbols import (
     wait_copy_in,
     wait_copy_out,
 )
+from thunder_memsave.passes.symbols import emptied
 
 _NOWHERE: Mapping[str, int] = MappingProxyType({})
 
@@ -90,7 +91,7 @@ def offload_forward(
         waits: By the names of buffers, the index of the symbol before which to wait for the copy; others are waited
             for where forward is done with the value.
     """
-    new, inserted = _like(forward), _Inserted()
+    new, inserted = emptied(forward), _Inserted()
     produced = {o.name: o for b in forward.bound_symbols for o in b.flat_proxy_outs}
     with tracectx(new):
         for each in storages:
@@ -117,7 +118,7 @@ def offload_backward(
         starts: By the names of the bytes that come back, the index of the symbol before which to begin; others begin
             right before their first reader.
     """
-    new, inserted = _like(backward), _Inserted()
+    new, inserted = emptied(backward), _Inserted()
     symbols = list(backward.bound_symbols)
     unpack, number = _unpacking(symbols, storages)
     proxies = {p.name: p for p in unpack.flat_proxy_outs}
@@ -168,12 +169,6 @@ class _Inserted:
 
 def _is_wait(bsym: BoundSymbol) -> bool:
     return bsym.sym.id in (wait_copy_out.id, wait_copy_in.id)
-
-
-def _like(trace: TraceCtx) -> TraceCtx:
-    new = from_trace(trace)
-    new.names = set(trace.names)  # a copy: several plans may be tried on one trace
-    return new
 
 
 def _saving(

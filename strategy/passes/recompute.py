@@ -43,7 +43,7 @@ from typing import Any
 from thunder.core import prims
 from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx, TraceProvenance, tracectx
 
 from thunder_memsave.errors import PlanError
 from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
@@ -51,6 +51,7 @@ from thunder_memsave.ops.kernel_calls import alone
 from thunder_memsave.ops.random_ops import draws_random_numbers, replay
 from thunder_memsave.passes.repeatable import roots, why_not_repeatable
 from thunder_memsave.passes.symbols import (
+    emptied,
     forward_symbols,
     is_joint,
     is_tensor,
@@ -84,8 +85,7 @@ def recompute(trace: TraceCtx, *, actions: Actions) -> TraceCtx:
     if not is_joint(symbols):
         return trace
     _refuse_unknown(actions, trace)
-    new = from_trace(trace)
-    new.names = set(trace.names)  # a copy: several plans may be tried on one trace
+    new = emptied(trace)
     with tracectx(new):
         backward = _Backward(symbols, actions.kept)
         rewritten = [s for bsym in symbols for s in backward.placed(bsym)]

@@ -44,12 +44,13 @@ from thunder.core.proxies import (
     variableify,
 )
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx, TraceProvenance, tracectx
 
 from thunder_memsave.ops.families.collectives import is_all_gather
 from thunder_memsave.ops.random_ops import draws_random_numbers
 from thunder_memsave.passes.symbols import (
     decisive_args,
+    emptied,
     forward_symbols,
     is_tensor,
     written_in_place,
@@ -106,9 +107,7 @@ def _regathered(
     gathered = _gathered_values(trace.bound_symbols, of_gathers=of_gathers)
     if not gathered:
         return trace
-    new = from_trace(trace)
-    # Thunder shares the set of names, and the same trace in tiles is rewritten to the same new names.
-    new.names = set(trace.names)
+    new = emptied(trace)
     with tracectx(new):
         new.bound_symbols = list(_rewritten(trace.bound_symbols, gathered, phases))
     new.set_provenance(TraceProvenance(f"Joint pass {name}"))

@@ -94,6 +94,16 @@ def is_joint(symbols: Sequence[BoundSymbol]) -> bool:
     return isinstance(result, dict) and "fw_flat_out" in result
 
 
+def emptied(trace: TraceCtx) -> TraceCtx:
+    """Return a trace like another one, without its symbols.
+
+    Its names are its own: Thunder shares the set of names, and several passes and plans start from the same trace.
+    """
+    new = from_trace(trace)
+    new.names = set(trace.names)
+    return new
+
+
 def with_others(
     trace: TraceCtx, instead: Mapping[int, BoundSymbol], left_out: Collection[int]
 ) -> TraceCtx:

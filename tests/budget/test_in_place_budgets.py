@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from harness.distributed import SOAK_HANG_S
+from harness.effort import little_effort
 from harness.in_place_models import FAMILIES, MODELS, batch, drawn, source
 from harness.memory import measured_peak_bytes
-from thunder_memsave.budget import plan_request
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.devices import device
-from thunder_memsave.planner.search.solve import solve
 
 # Of what keeping all takes, in percent.
 NINE = range(100, 55, -5)
@@ -32,7 +30,7 @@ AT_ONCE = ("scores", "views")  # the others are left to `make soak`
 
 @pytest.fixture(autouse=True)
 def _good_enough_plans() -> Iterator[None]:
-    with patch.object(plan_request, "solve", partial(solve, time_limit_s=0.5)):
+    with little_effort(0.5):
         yield
 
 

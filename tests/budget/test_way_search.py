@@ -19,6 +19,19 @@ from thunder_memsave.planner.devices import DEVICES
 BUDGET_BYTES = 100
 
 
+def search(call: Any, *, is_reserved: bool) -> None:
+    """Search for the best way of a call."""
+    WaySearch(
+        call,
+        call.tried,
+        call.ran,
+        budget_bytes=BUDGET_BYTES,
+        is_reserved=is_reserved,
+        device=DEVICES["h100"],
+        data_parallel=None,
+    ).best()
+
+
 @dataclass
 class Call:
     """A call that no way makes fit, whose tensors take some bytes in tiles, and some without."""
@@ -42,16 +55,7 @@ class Call:
         raise AssertionError("nothing fits, so nothing is made quicker")
 
     def ways(self) -> list[tuple[bool, bool]]:
-        first: Any = self
-        WaySearch(
-            first,
-            self.tried,
-            self.ran,
-            budget_bytes=BUDGET_BYTES,
-            is_reserved=True,
-            device=DEVICES["h100"],
-            data_parallel=None,
-        ).best()
+        search(self, is_reserved=True)
         return [(way.is_tiled, way.empties_cache) for way in self.asked]
 
 
@@ -100,14 +104,6 @@ class Losses:
 def test_plans_are_solved_for_smaller_losses_only_where_these_are_at_the_peak(
     is_at_peak: bool, divisors: list[int]
 ) -> None:
-    losses: Any = Losses(is_at_peak)
-    WaySearch(
-        losses,
-        losses.tried,
-        losses.ran,
-        budget_bytes=BUDGET_BYTES,
-        is_reserved=False,
-        device=DEVICES["h100"],
-        data_parallel=None,
-    ).best()
+    losses = Losses(is_at_peak)
+    search(losses, is_reserved=False)
     assert losses.solved == divisors

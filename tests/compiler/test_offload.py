@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from harness import models
 from harness.copy_engines import hostile_copies
+from harness.effort import little_effort
 from harness.memory import measured_peak_bytes
-from thunder_memsave.budget import plan_request
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.compiler.compiled_module import CompiledModule
@@ -25,8 +24,7 @@ from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.planner.offload.engines import CopyRates
-from thunder_memsave.planner.search.mixes import OffloadTerms, solve_mix
-from thunder_memsave.planner.search.solve import solve
+from thunder_memsave.planner.search.mixes import OffloadTerms
 
 TERMS = OffloadTerms(
     rates=CopyRates(bytes_per_s=2e9, copy_us=5.0), host_bytes=2**30, least_bytes=2048
@@ -35,9 +33,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def plans_that_are_good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_request, "solve_mix", partial(solve_mix, time_limit_s=0.2))
-    monkeypatch.setattr(plan_request, "solve", partial(solve, time_limit_s=0.2))
+def plans_that_are_good_enough() -> Iterator[None]:
+    with little_effort(0.2):
+        yield
 
 
 class Block(nn.Module):

@@ -1,8 +1,8 @@
 """RMS norm as one operator, with the bits of eager PyTorch: `torch.nn.RMSNorm`, Zhang and Sennrich 2019.
 
 PyTorch has a kernel for it and its gradient on CUDA, for a weight of the value's dtype. Elsewhere it computes with
-operators; backward then runs these again, so that forward saves the value alone. In bfloat16 that takes 13 times the
-memory of the value, so that on a CPU its gradient is computed for a tile of rows at a time.
+operators, and saves the value and one number for each row. Where it casts, backward runs them again: in bfloat16 that
+takes 13 times the memory of the value, so that on a CPU its gradient is computed for a tile of rows at a time.
 """
 
 from __future__ import annotations

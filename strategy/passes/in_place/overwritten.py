@@ -20,12 +20,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+from thunder.core.trace import TraceCtx, TraceProvenance, tracectx
 from thunder.executors import torchex
 
 from thunder_memsave.passes.fence import fence
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.passes.symbols import (
+    emptied,
     forward_symbols,
     is_joint,
     renamed,
@@ -46,8 +47,7 @@ def keep_overwritten(trace: TraceCtx) -> TraceCtx:
     copied = _overwritten(symbols, forward, memory)
     if not copied:
         return trace
-    new = from_trace(trace)
-    new.names = set(trace.names)  # a copy: other passes may start from the same trace
+    new = emptied(trace)
     with tracectx(new):
         before = {t.name: t.replace_name(f"before_{t.name}") for ts in copied.values() for t in ts}
         new.bound_symbols = list(_rewritten(symbols, forward, copied, before))

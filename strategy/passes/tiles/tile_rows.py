@@ -30,7 +30,7 @@ from typing import Any
 from thunder.core import dtypes
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
+from thunder.core.trace import TraceCtx, TraceProvenance
 
 from thunder_memsave.ops.row_tiles import (
     RowOperand,
@@ -41,7 +41,7 @@ from thunder_memsave.ops.row_tiles import (
     rows_per_tile,
     symbol_of,
 )
-from thunder_memsave.passes.symbols import is_joint
+from thunder_memsave.passes.symbols import emptied, is_joint
 from thunder_memsave.passes.tiles.row_kinds import RowKinds, row_kinds
 from thunder_memsave.passes.tiles.row_regions import RowRegion, row_regions
 
@@ -61,8 +61,7 @@ def tile_rows(trace: TraceCtx, *, weights: Collection[str]) -> TraceCtx:
     if rows is None or not regions:
         return trace
     merged = _Merged(symbols, rows, regions)
-    new = from_trace(trace)
-    new.names = set(trace.names)  # a copy: later passes change both traces
+    new = emptied(trace)
     new.bound_symbols = list(merged.emitted())
     if not merged.is_changed:
         return trace
