@@ -17,6 +17,7 @@ from thunder_memsave.compat import (
     byte_targets,
     dynamo_compile_metrics,
     dynamo_function_names,
+    fake_views,
     hidden_transformer_engine,
     ignored_mark_dirty,
     padded_encoders,
@@ -36,6 +37,7 @@ def apply() -> None:
     dynamo_function_names.apply()
     padded_encoders.apply()
     dynamo_compile_metrics.apply()
+    fake_views.apply()
     ignored_mark_dirty.apply()
     repeated_thunder_work.apply()
 
