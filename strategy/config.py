@@ -133,6 +133,11 @@ class MemoryConfig(Section):
     """Names of modules, or patterns such as `model.layers.1?`: their large frozen weights stay in page-locked memory
     of the host, and are copied to the device for each use, beside what computes. For one process, without fp8."""
 
+    optimizer_in_backward: bool = False
+    """Update each parameter in backward, as soon as its gradient is there, so that the gradients of all are never there
+    at once. With the bits of `optimizer.step()`, which then has nothing left to do. For steps of one micro-batch whose
+    gradients are not clipped."""
+
     host_budget: Literal["auto"] | Bytes = "auto"
     """Memory of the host for `offload`, for each process: bytes; `auto` is half of what is free."""
 
@@ -374,6 +379,21 @@ class StrategySection(CompileConfig):
     """Format that `fabric.save` writes: one directory of shards, or one file with full tensors."""
 
 
+def _refuse_with_updates(config: StrategyConfig) -> None:
+    """Refuse what wants all gradients of a step before its update."""
+    wanted = {
+        "nonfinite_gradients": (config.nonfinite_gradients, "ignore"),
+        "cuda_graphs": (config.cuda_graphs, False),
+    }
+    for name, (value, other) in wanted.items():
+        if value not in (other, "auto"):
+            raise ConfigError(
+                f"memory.optimizer_in_backward is true and strategy.{name} {value!r}, but a weight is updated before "
+                f"the other gradients are there; set strategy.{name} to {other!r}, or leave optimizer_in_backward out.",
+                key=f"strategy.{name}",
+            )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyConfig(StrategySection):
     """The settings of `ThunderMemsaveStrategy`."""
@@ -391,6 +411,8 @@ class StrategyConfig(StrategySection):
                 "numbers of their weights: leave out fp8, or write fp8.frozen_weights: fp8 in place of it.",
                 key="model.frozen_weights",
             )
+        if self.memory.optimizer_in_backward:
+            _refuse_with_updates(self)
 
     @property
     def casts_frozen_weights(self) -> bool:

@@ -40,6 +40,7 @@ from thunder_memsave.fabric.module_setup import ModuleSetup, has_meta
 from thunder_memsave.fabric.nonfinite import (
     NonfiniteGradients,
     refuse_closure,
+    refuse_scaler,
     refuse_stop_with_scaler,
 )
 from thunder_memsave.fabric.precision import fp8_of, share_found_inf, taken_over
@@ -48,6 +49,7 @@ from thunder_memsave.fabric.state_hooks import StateHooks
 from thunder_memsave.fp8.compute.steps import Fp8Steps
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.ops.families.tiled_loss import TILE_BYTES
+from thunder_memsave.optim.in_backward import UpdatesInBackward
 from thunder_memsave.planner.graph import Allocations, Plan, StepMemory
 from thunder_memsave.settings.schema import field_names, parse_section
 from thunder_memsave.sharding.gradients import clip_norm, clip_value
@@ -127,11 +129,14 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
             config=config,
             process_group_backend=process_group_backend,
         )
-        self._backward_sync_control = self._accumulation = Accumulation()
+        self._updates = UpdatesInBackward()
+        self._backward_sync_control = self._accumulation = Accumulation(self._updates)
         self._nonfinite = NonfiniteGradients(config.nonfinite_gradients)
         self._modules: weakref.WeakSet[ForwardModule] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._counted = CountedStep(self._modules, self._optimizers, self._accumulation)
+        self._counted = CountedStep(
+            self._modules, self._optimizers, self._accumulation, self._updates
+        )
         self._fp8_steps: Fp8Steps | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThunderMemsaveStrategy:
@@ -226,6 +231,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
             device=self.root_device,
             step_memory=self._step_memory,
             states=self._counted.states,
+            updates=self._updates if self.config.memory.optimizer_in_backward else None,
             available_bytes=self.available_bytes,
             ranks_per_node=self.num_processes,
         )
@@ -310,6 +316,9 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         """
         fit_optimizer(optimizer, self.config.memory)
         self._optimizers.add(optimizer)
+        if self.config.memory.optimizer_in_backward:
+            refuse_scaler(self.precision)
+            self._updates.add(optimizer)
         return super().setup_optimizer(optimizer)
 
     @override
@@ -325,6 +334,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         result = super().optimizer_step(optimizer, **kwargs) if may_step else None
         if isinstance(optimizer, Optimizer):
             self.leave_out_step(optimizer)  # no effect if the step was taken
+            self._updates.end_step()
         return result
 
     def leave_out_step(self, optimizer: Optimizer) -> None:
@@ -356,8 +366,18 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Scale the gradients to a global norm, and return the norm before. A collective."""
+        """Scale the gradients to a global norm, and return the norm before. A collective.
+
+        Where backward updates parameters, their gradients are gone: an infinite `max_norm` gives the norm.
+
+        Raises:
+            RuntimeError: they are to be clipped.
+        """
         refuse_unreduced(optimizer, self._modules)
+        if self._updates.is_on:
+            return self._updates.unclipped_norm(
+                max_norm, norm_type=norm_type, data_parallel=self.data_parallel
+            )
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
         norm = clip_norm(
@@ -376,5 +396,6 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
     ) -> None:
         refuse_unreduced(optimizer, self._modules)
+        self._updates.refuse_clipping()
         self.precision.unscale_gradients(optimizer)
         clip_value(self.precision.main_params(optimizer), clip_value=clip_val)

@@ -19,11 +19,11 @@ from thunder.core.trace import TraceCtx
 from torch import Tensor
 
 from thunder_memsave.aten.record import FP8_DTYPES
-from thunder_memsave.measure.added_gradients import added_gradient
 from thunder_memsave.measure.collective_memory import CollectiveRules
 from thunder_memsave.measure.host_copies import HostCopyRules
 from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of
 from thunder_memsave.measure.op_profile import OpProfile, OpProfiles, Scratch, no_scratch
+from thunder_memsave.measure.used_gradients import UsedGradientRules
 from thunder_memsave.ops.families.collectives import gathers, is_wait
 from thunder_memsave.ops.kernel_calls import alone
 from thunder_memsave.ops.location import Location, location
@@ -63,7 +63,7 @@ def profiles(*, scratch: Scratch = no_scratch, device_type: str = "") -> OpProfi
     found = OpProfiles(scratch=scratch, device_type=device_type)
     found.rules = (
         CollectiveRules(found.allocated_bytes, device_type=device_type),
-        added_gradient,
+        UsedGradientRules(found.allocated_bytes),
         HostCopyRules(found.allocated_bytes),
     )
     return found
@@ -75,7 +75,7 @@ def training_graph(
     kinds: Mapping[str, StorageKind] | None = None,
     tensors: Mapping[str, Tensor] | None = None,
     known: OpProfiles | None = None,
-    added: Collection[str] = (),
+    used: Collection[str] = (),
 ) -> TrainingGraph:
     """Extract the storages and operations of a joint trace, forward first, in the order of Thunder's split.
 
@@ -84,7 +84,8 @@ def training_graph(
         kinds: Kinds of the trace's arguments by name; others are parameters if they need a gradient, else the batch.
         tensors: Tensors of the arguments, if known: they give shared memory and strides.
         known: Profiles to share, from `profiles(...)`.
-        added: Names of the arguments to whose gradients backward adds new ones, which then die.
+        used: Names of the arguments whose gradients die where they are made: they are added to earlier ones, or used
+            to update.
 
     Raises:
         CompileError: an operation does not run on tensors without data.
@@ -111,15 +112,15 @@ def training_graph(
         storage_of={name: v.storage for name, v in values.by_name.items()},
         inputs=frozenset(values.inputs),
         outputs=values.storages_of(returned.outputs),
-        gradients=values.storages_of(_staying(trace, returned.gradients, added)) - values.inputs,
+        gradients=values.storages_of(_staying(trace, returned.gradients, used)) - values.inputs,
         cotangents=frozenset(cotangents),
     )
 
 
-def _staying(trace: TraceCtx, gradients: Sequence[Any], added: Collection[str]) -> Sequence[Any]:
-    """Return the gradients that do not die where they are added to earlier ones."""
+def _staying(trace: TraceCtx, gradients: Sequence[Any], used: Collection[str]) -> Sequence[Any]:
+    """Return the gradients that do not die where they are made."""
     pairs = itertools.zip_longest(trace.args, gradients)
-    return [g for a, g in pairs if not (isinstance(a, Proxy) and a.name in added)]
+    return [g for a, g in pairs if not (isinstance(a, Proxy) and a.name in used)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
+from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.limits import Limit
 from thunder_memsave.budget.offload.last_resort import LastResort, best_of
@@ -19,7 +20,7 @@ from thunder_memsave.budget.offload.terms import beside_states
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question, refuse_budget
-from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
+from thunder_memsave.budget.planned_call import Attempt, PlannedCall
 from thunder_memsave.budget.way_search import WORTH_A_TRY, Run, Tried, WaySearch
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.agreement import (
@@ -193,6 +194,7 @@ class MemoryPlanner:
             actions=call.actions,
             room=call.given_room,
             added=attempt.added,
+            updated=attempt.updated,
             copies=call.copies,
         )
 

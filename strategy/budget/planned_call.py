@@ -13,15 +13,15 @@ from thunder.core import dtypes
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.trace import TraceCtx
-from torch import Tensor
 
+from thunder_memsave.budget.arguments import Arguments, adding, updating
 from thunder_memsave.budget.extract import training_graph
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.budget.ways import Way
 from thunder_memsave.errors import PlanError
 from thunder_memsave.measure.op_profile import OpProfiles
-from thunder_memsave.ops.added_gradients import is_watched
 from thunder_memsave.ops.table import place_of_rows_per_tile
+from thunder_memsave.ops.updated_parameters import Update
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import CopyTerms, Step, Traces, try_steps
 from thunder_memsave.passes.symbols import is_joint
@@ -35,7 +35,6 @@ from thunder_memsave.planner.graph import (
     Plan,
     Program,
     StepMemory,
-    StorageKind,
     TrainingGraph,
 )
 from thunder_memsave.planner.offload.engines import CopyRates, StepTime, step_time
@@ -50,24 +49,6 @@ from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.planner.simulate import Profile, simulate
 
 _numbers = count()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments:
-    """The known facts about the arguments of a trace, by their names in it."""
-
-    kinds: Mapping[str, StorageKind] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """Parameters and buffers, and fake tensors in place of a batch."""
-    unread_bytes: int = 0
-    """Bytes of parameters and buffers of the module that the trace does not read."""
-    leaves_sums: bool = False
-    """Whether autograd adds gradients to those of earlier micro-batches: a CUDA graph cannot, whose addresses stay."""
-
-    @property
-    def on_host(self) -> frozenset[str]:
-        """Names of the weights that are on the host."""
-        return frozenset(name for name, kind in self.kinds.items() if kind == "host")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +162,8 @@ class Attempt:
     memory: StepMemory
     added: frozenset[str] = frozenset()
     """Names of the arguments to whose gradients backward adds new ones itself."""
+    updated: Mapping[str, Update] = field(default_factory=dict)
+    """What each update takes that backward makes itself, by the argument's name."""
     device: Device | None = None
     """The device whose rates say how long copies to the host take; None: plans have none."""
     way: Way = field(default_factory=Way)
@@ -200,16 +183,30 @@ class Attempt:
         offload: OffloadTerms | None = None,
     ) -> Attempt:
         """Extract the graph of a call's joint trace."""
-        added = adding(memory, arguments)
+        added, updated = (
+            adding(memory, arguments),
+            updating(memory, traces.joint, arguments),
+        )
         graph = training_graph(
             traces.joint,
             kinds=arguments.kinds,
             tensors=arguments.tensors,
             known=known,
-            added=added,
+            used={*added, *updated},
         )
         graph = with_zeros(graph, traces.joint)
-        return cls(traces, steps, graph, arguments, known, memory, added, device, offload=offload)
+        return cls(
+            traces,
+            steps,
+            graph,
+            arguments,
+            known,
+            memory,
+            added=added,
+            updated=updated,
+            device=device,
+            offload=offload,
+        )
 
     def in_way(self, way: Way) -> Attempt | None:
         """Return this call, which must be whole and with its largest tiles, in a way; None: it has no such tiles."""
@@ -270,7 +267,14 @@ class Attempt:
         """
         actions = None if plan is None else self._of_values(plan)
         copies = None if plan is None else self._copies(plan)
-        planned = replace(self.traces, actions=actions, room=room, added=self.added, copies=copies)
+        planned = replace(
+            self.traces,
+            actions=actions,
+            room=room,
+            added=self.added,
+            updated=self.updated,
+            copies=copies,
+        )
         tried = try_steps(self.steps, planned)
         assert tried.forward is not None
         ran = self._program(tried.forward, tried.backward)
@@ -330,15 +334,6 @@ class Attempt:
         storages, planned = self.graph.storages, plan.actions
         names = [(name, storages[s].name) for name, s in self.graph.storage_of.items()]
         return Actions({name: planned[storage] for name, storage in names if storage in planned})
-
-
-def adding(memory: StepMemory, arguments: Arguments) -> frozenset[str]:
-    """Return the names of the parameters whose gradients a backward of this step can add to earlier ones."""
-    if not memory.gradient_bytes or arguments.leaves_sums:
-        return frozenset()
-    parameters = {name for name, kind in arguments.kinds.items() if kind == "parameter"}
-    watched = {name for name, tensor in arguments.tensors.items() if is_watched(tensor)}
-    return frozenset(parameters - watched)
 
 
 def flat_outputs(trace: TraceCtx) -> Sequence[Any]:

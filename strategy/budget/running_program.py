@@ -23,7 +23,7 @@ from thunder_memsave.budget.extract import (
 )
 from thunder_memsave.measure.layouts import Layout, Value, contiguous
 from thunder_memsave.measure.op_profile import OpProfiles
-from thunder_memsave.ops.added_gradients import adds_gradient
+from thunder_memsave.measure.used_gradients import uses_gradient
 from thunder_memsave.ops.families.collectives import is_wait
 from thunder_memsave.ops.host_copies.symbols import waits_for_copy
 from thunder_memsave.passes.symbols import (
@@ -108,7 +108,7 @@ class _Running:
         cotangents = self._enter_backward(backward, outputs)
         self._run(backward, "temporary")
         returned = returned_by(backward).outputs
-        added = [b.args[0] for b in backward.bound_symbols if adds_gradient(b)]
+        added = [b.args[0] for b in backward.bound_symbols if uses_gradient(b)]
         gradients = self._values.storages_of([*returned, *added]) - self._values.inputs
         self._values.set_kind(gradients, "gradient")
         names = {p.name for p in returned if is_tensor(p)}

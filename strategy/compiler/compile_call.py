@@ -17,9 +17,9 @@ from thunder.core.trace import TraceCtx
 from thunder.executors import torchex
 from torch import Tensor, nn
 
+from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.budget.planned_call import Arguments
 from thunder_memsave.collector import collector
 from thunder_memsave.compiler.compile_trace import compile_trace
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
@@ -41,6 +41,7 @@ from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.accumulation import UnreducedGradients
 from thunder_memsave.ops.cuda_device import planned_for
 from thunder_memsave.ops.host_copies.weights import place_of
+from thunder_memsave.optim.in_backward import UpdatesInBackward
 from thunder_memsave.passes.overlap.schedule import schedule, two_largest_blocks
 from thunder_memsave.planner.graph import StorageKind
 from thunder_memsave.progress import stage
@@ -112,6 +113,8 @@ class CallCompiler:
     """The linears of the module that compute in fp8."""
     graphs: CudaGraphs | None = None
     """The module's CUDA graphs; None: it has none."""
+    updates: UpdatesInBackward | None = None
+    """Updates parameters in backward; None: nothing does."""
 
     def compile(self, module: nn.Module, call: Call, *, name: str, reason: str) -> Compiled:
         """Compile one call.
@@ -219,6 +222,7 @@ class CallCompiler:
             name=name,
             fusion=self._fusion(arguments.tensors),
             graphs=self.graphs,
+            updates=self.updates,
         )
 
     def _fusion(self, tensors: Mapping[str, Tensor]) -> OpProfiles | None:

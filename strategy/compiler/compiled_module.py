@@ -25,6 +25,7 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fp8.compute.linears import Fp8Linears
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.ops.accumulation import UnreducedGradients
+from thunder_memsave.optim.in_backward import UpdatesInBackward
 
 _MANY_CAPTURES = 8
 
@@ -46,6 +47,7 @@ class CompiledModule(nn.Module):
         data_parallel: DataParallel | None = None,
         planner: MemoryPlanner | None = None,
         fp8: Fp8Linears | None = None,
+        updates: UpdatesInBackward | None = None,
     ) -> None:
         """Compile nothing yet.
 
@@ -55,6 +57,7 @@ class CompiledModule(nn.Module):
             data_parallel: The ranks that share the parameters; None on one device.
             planner: Decides what backward keeps; None: all that it reads.
             fp8: The linears of `module` that compute in fp8.
+            updates: Updates parameters in backward; None: nothing does.
         """
         super().__init__()
         self.module = module
@@ -62,6 +65,7 @@ class CompiledModule(nn.Module):
         self._data_parallel = data_parallel
         self.planner = planner
         self.fp8 = fp8
+        self._updates = updates
         self._compiled: dict[str, list[Compiled]] = {}
         self._also: dict[str, list[Compiled]] = {}
         """The same graphs, for calls after one that changed what its own guards read."""
@@ -126,6 +130,7 @@ class CompiledModule(nn.Module):
             planner=self.planner,
             fp8=self.fp8,
             graphs=self._graphs(),
+            updates=self._updates,
         )
         compiled = compiler.compile(self.module, call, name=name, reason=reason)
         known.insert(0, compiled)

@@ -69,7 +69,7 @@ STEPS: tuple[Step[State], ...] = (
     _acted("check_gradients", "assert that backward lacks no gradient", split.check),
     _tried("schedule", "communicate beside what computes", split.order),
     _tried("keep_gradients", "make a backward that does not reduce", split.keep_gradients),
-    _tried("add_gradients", "add to gradients where new ones are made", split.add_gradients),
+    _tried("add_gradients", "use gradients where they are made", split.add_gradients),
     _tried("update_in_place", "update buffers where they are", split.update_buffers),
     _tried("fuse", "compile neighbours that compute element by element to one kernel", fuse),
     _tried("offload", "copy to the host and back what the plan says", offload),

@@ -26,6 +26,8 @@ from thunder_memsave.ops.host_copies.engine import copying
 from thunder_memsave.ops.host_copies.symbols import has_copies
 from thunder_memsave.ops.host_copies.weights import fetches
 from thunder_memsave.ops.running_backward import RunningBackward, running
+from thunder_memsave.ops.updated_parameters import updated_names
+from thunder_memsave.optim.in_backward import UpdatesInBackward
 
 
 def unwrap_results(state: State) -> State:
@@ -51,6 +53,7 @@ def make_callable(state: State) -> State:
         backward,
         state.keeping,
         facts.unreduced,
+        updates=facts.updates,
         graphed=graphed,
         follow=None if facts.planner is None else facts.planner.follow,
     )
@@ -95,6 +98,7 @@ def training(
     keeping: TraceCtx | None,
     unreduced: UnreducedGradients,
     *,
+    updates: UpdatesInBackward | None = None,
     graphed: GraphedCall | None = None,
     follow: Follow | None = None,
 ) -> Callable[..., Any]:
@@ -112,8 +116,9 @@ def training(
             return compute_outputs(*inputs)
         return graphed.forward(compute_outputs, inputs)
 
-    run_backward_of = _running_backward(differentiate, unreduced, graphed)
-    added = set(added_names(backward))
+    run_backward_of = _running_backward(differentiate, unreduced, updates, graphed)
+    updated = set(updated_names(backward))
+    added = {*added_names(backward), *updated}
     named = {*accumulated_names(backward), *added}
     slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in named]
     planned_gradients = differentiated(forward.output[0]["output"])
@@ -122,6 +127,8 @@ def training(
     def run(*inputs: Tensor) -> Sequence[Any]:
         # Not `inputs`: the batch is not kept until backward.
         parameters = [(i, name, inputs[i]) for i, name in slots]
+        if updates is not None:
+            updates.expect([p for _i, name, p in parameters if name in updated])
         function = autograd.Differentiable(
             forward=run_forward,
             backward=run_backward_of(parameters),
@@ -141,7 +148,10 @@ _Parameters = Sequence[tuple[int, str, Tensor]]
 
 
 def _running_backward(
-    differentiate: Callable[..., Any], unreduced: UnreducedGradients, graphed: GraphedCall | None
+    differentiate: Callable[..., Any],
+    unreduced: UnreducedGradients,
+    updates: UpdatesInBackward | None,
+    graphed: GraphedCall | None,
 ) -> Callable[[_Parameters], Callable[..., Any]]:
     """Return what makes, of a call's parameters, the backward that autograd calls."""
 
@@ -151,6 +161,7 @@ def _running_backward(
                 gradients=unreduced,
                 parameters={name: p for i, name, p in parameters if i in reached.inputs},
                 accumulating=frozenset(n for i, n, _ in parameters if i in reached.accumulating),
+                updates=updates,
             )
             with _plain_execution(), running(of_run):
                 if graphed is not None:

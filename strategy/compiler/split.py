@@ -15,8 +15,10 @@ from thunder.transforms.autodiff import (
 from thunder_memsave.compiler.state import State
 from thunder_memsave.ops.accumulation import accumulated_names, without_reductions
 from thunder_memsave.ops.added_gradients import with_added
+from thunder_memsave.ops.updated_parameters import with_updates
 from thunder_memsave.passes.in_place.results import write_in_place
 from thunder_memsave.passes.in_place.updates import update_in_place
+from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.passes.symbols import is_joint
 
 
@@ -60,11 +62,16 @@ def keep_gradients(state: State) -> State:
 
 
 def add_gradients(state: State) -> State:
-    """Add to the gradients of earlier micro-batches where new ones are made, if the plan says so."""
+    """Use gradients where they are made, if the plan says so: to update weights, or add to earlier ones."""
     backward, forward = state.backward, state.forward
-    if backward is None or forward is None or not state.added:
+    if backward is None or forward is None or not (state.added or state.updated):
         return state
-    return replace(state, backward=with_added(backward, forward.args, state.added))
+    if state.updated:
+        memory = roots([*forward.bound_symbols, *backward.bound_symbols])
+        backward = with_updates(backward, forward.args, state.updated, memory)
+    if state.added:
+        backward = with_added(backward, forward.args, state.added)
+    return replace(state, backward=backward)
 
 
 def update_buffers(state: State) -> State:

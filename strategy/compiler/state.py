@@ -9,12 +9,13 @@ from typing import Any, Protocol
 from thunder.core.trace import TraceCtx
 from thunder.extend import Executor
 
+from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.budget.planned_call import Arguments
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.frontend.lowering import Lowered
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.accumulation import UnreducedGradients
+from thunder_memsave.optim.in_backward import UpdatesInBackward
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import Step, Traces
 
@@ -51,6 +52,8 @@ class Facts:
     """The call's name, for messages."""
     fusion: OpProfiles | None = None
     """Profiles by which elementwise operators are fused; None: they are not."""
+    updates: UpdatesInBackward | None = None
+    """Updates parameters in backward; None: nothing does."""
     graphs: CudaGraphs | None = None
     """The module's graphs; None: it has none."""
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from thunder_memsave.fabric.forward_module import ForwardModule
+from thunder_memsave.optim.in_backward import KEY, UpdatesInBackward
 
 
 class Accumulation(_BackwardSyncControl):
@@ -19,7 +20,8 @@ class Accumulation(_BackwardSyncControl):
     Thunder's own `no_sync` drops the gradients of sharded parameters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, updates: UpdatesInBackward) -> None:
+        self._updates = updates
         self.was_used = False
         """Whether a backward may find gradients of earlier micro-batches."""
 
@@ -29,6 +31,11 @@ class Accumulation(_BackwardSyncControl):
             raise TypeError(
                 "no_backward_sync() needs a model that fabric.setup() returned, but got a "
                 f"{type(module).__name__}."
+            )
+        if enabled and self._updates.is_on:
+            raise RuntimeError(
+                f"gradients cannot be accumulated with {KEY}, which updates weights in each backward: make the batch "
+                "one micro-batch, or leave that key out."
             )
         self.was_used |= enabled
         return module.unreduced.keeping(enabled=enabled)

@@ -14,6 +14,7 @@ from thunder_memsave.fabric.accumulation import Accumulation
 from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
+from thunder_memsave.optim.in_backward import UpdatesInBackward
 from thunder_memsave.optim.on_host import states_on_host
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.sharding.gradients import clip_norm
@@ -28,6 +29,7 @@ class CountedStep:
     modules: Collection[ForwardModule]
     optimizers: Collection[Optimizer]
     accumulation: Accumulation
+    updates: UpdatesInBackward
     caller: StepMemory = field(default_factory=StepMemory)
 
     @property
@@ -58,6 +60,7 @@ class CountedStep:
                 between_bytes=self.caller.between_bytes,
                 loss_allocations=self.caller.loss_allocations,
                 change=states_on_host if on_host else None,
+                one_by_one=UpdatesInBackward() if self.updates.is_on else None,
             )
         except StepMemoryError as error:
             if has_budget and not self.caller.other_bytes:

@@ -60,6 +60,7 @@ class ForwardModule(PiecewiseModule):
             data_parallel=self._data_parallel,
             planner=planner,
             fp8=fp8,
+            updates=self._updates,
         )
         copied.training = self.training
         memo[id(self)] = copied

@@ -30,6 +30,7 @@ from thunder_memsave.measure.host_memory import free_host_bytes
 from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.ops.accumulation import automatically_accumulating
 from thunder_memsave.ops.host_copies.engine import host_of
+from thunder_memsave.optim.in_backward import UpdatesInBackward
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.sharding.local_state import hide_padding
@@ -54,6 +55,8 @@ class ModuleSetup:
     """Measures what a step holds beside the model's graph; called when a plan is made."""
     states: States
     """States of the optimizers of its steps."""
+    updates: UpdatesInBackward | None = None
+    """Updates parameters in backward; None: nothing does."""
     available_bytes: int | None = None
     """Bytes that this process can have on each rank's device; None for the CPU."""
     ranks_per_node: int = 1
@@ -86,6 +89,7 @@ class ModuleSetup:
             data_parallel=self._accumulating(module),
             planner=self._planner(backend),
             fp8=None if fp8 is None or backend is None else self._linears(module, fp8, backend),
+            updates=self.updates,
         )
 
     def make_room(self, modules: Iterable[nn.Module]) -> None:
@@ -101,7 +105,8 @@ class ModuleSetup:
     def _may_be_split(self) -> bool:
         """Whether what cannot be one graph runs in pieces: not where a promise would not hold."""
         config = self.config
-        return not (config.fullgraph or config.cuda_graphs is True or config.fp8 is not None)
+        promises = config.fullgraph, config.cuda_graphs is True, config.memory.optimizer_in_backward
+        return not (any(promises) or config.fp8 is not None)
 
     def _agree(self, module: nn.Module) -> None:
         """Refuse models that differ between ranks; where only values do, all ranks take rank 0's."""

@@ -119,6 +119,20 @@ def refuse_stop_with_scaler(policy: Policy, precision: Precision) -> None:
         )
 
 
+def refuse_scaler(precision: Precision) -> None:
+    """Refuse a gradient scaler, which looks at all gradients before the update, where backward updates.
+
+    Raises:
+        ConfigError: the precision has one.
+    """
+    if has_scaler(precision):
+        raise ConfigError(
+            "memory.optimizer_in_backward is true, but with precision 16-mixed the gradient scaler looks at all "
+            "gradients before the update; use the precision bf16-mixed, or leave optimizer_in_backward out.",
+            key="memory.optimizer_in_backward",
+        )
+
+
 def refuse_closure(policy: Policy) -> None:
     """Refuse a closure, which computes gradients inside the step, where they cannot be checked before.
 

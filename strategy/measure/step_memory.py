@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +22,26 @@ from torch.utils import _foreach_utils
 from thunder_memsave.aten.record import AtenRecord, allocated_bytes
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.measure.scratch import product_scratch
-from thunder_memsave.planner.graph import Allocations, StepMemory
+from thunder_memsave.planner.graph import Allocations, StepMemory, UpdateMemory
 
 Clip = Callable[[Sequence[nn.Parameter]], object]
 """Clips the gradients of parameters, in place."""
+
+
+class OneByOne(Protocol):
+    """Updates parameters one by one (`optim/in_backward.py`)."""
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Update the parameters of an optimizer too."""
+
+    def owner(self, parameter: Tensor) -> Optimizer:
+        """Return the optimizer of a parameter."""
+
+    def update(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Update a parameter by its gradient."""
+
+    def norm(self, data_parallel: None) -> Tensor:
+        """Return the norm of the gradients of all parameters, after their updates."""
 
 
 class StepMemoryError(ThunderMemsaveError, RuntimeError):
@@ -40,6 +58,7 @@ def step_memory(
     loss_allocations: Allocations = (),
     device_type: str = "",
     change: Callable[[Optimizer], object] | None = None,
+    one_by_one: OneByOne | None = None,
 ) -> StepMemory:
     """Find the memory of an optimizer's update, and add the given bytes of the rest of a step.
 
@@ -53,12 +72,23 @@ def step_memory(
         device_type: Type of the planned device, if parameters are on another one, such as meta.
         change: Called with a copy of each optimizer, which is then counted as it was changed; its errors are raised.
 
+        one_by_one: Updates each parameter in backward, where nothing is clipped; None: all are updated at once.
+
     Raises:
         StepMemoryError: an optimizer does not run on tensors without data.
     """
     update = _Update(optimizers, clip, device_type)
     if change is not None:
         update.change(change)
+    if one_by_one is not None:
+        return update.one_by_one(
+            one_by_one,
+            StepMemory(
+                other_bytes=other_bytes,
+                between_bytes=between_bytes,
+                loss_allocations=loss_allocations,
+            ),
+        )
     update.run()
     state_bytes, first_peak_bytes = update.record.live_bytes, update.record.peak_bytes
     update.record.peak_bytes = update.record.live_bytes
@@ -104,6 +134,51 @@ class _Update:
             for optimizer in self._optimizers:
                 self._step(optimizer)
 
+    def one_by_one(self, updates: OneByOne, others: StepMemory) -> StepMemory:
+        """Return the memory of a step that updates parameters one by one, beside others."""
+        parameters = [p for p in self._parameters.values() if p.grad is not None]
+        gradients = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        record = self.record
+        found: dict[tuple[tuple[int, ...], str], UpdateMemory] = {}
+        with self._fake, record:
+            for optimizer in self._optimizers:
+                updates.add(optimizer)
+            updates.norm(None)
+            for p, gradient in (*zip(parameters, gradients, strict=True),) * 2:
+                key = tuple(p.shape), str(p.dtype)
+                before = found.get(key, UpdateMemory(shape=key[0], dtype=key[1]))
+                found[key] = self._updated(updates, p, gradient, before)
+            live_bytes = record.peak_bytes = record.live_bytes
+            updates.norm(None)
+        return replace(
+            others,
+            optimizer_bytes=live_bytes,
+            host_bytes=self.host_bytes,
+            update_peak_bytes=record.peak_bytes - live_bytes,
+            updates=tuple(found.values()),
+        )
+
+    def _updated(
+        self, updates: OneByOne, p: nn.Parameter, gradient: Any, before: UpdateMemory
+    ) -> UpdateMemory:
+        """Update a parameter, and return the most that this or an update before it took."""
+        record = self.record
+        live_bytes, moved_bytes = record.live_bytes, record.moved_bytes
+        record.peak_bytes = live_bytes
+        self._named(updates.owner(p), lambda: updates.update(p, gradient))
+        states_bytes = record.live_bytes - live_bytes  # none but in the first
+        # Each kernel's own; where one does it all, of which no FakeTensor tells, what it must move.
+        moved = max(
+            record.moved_bytes - moved_bytes, gradient.nbytes + 2 * (p.nbytes + states_bytes)
+        )
+        return replace(
+            before,
+            peak_bytes=max(before.peak_bytes, record.peak_bytes - record.live_bytes),
+            moved_bytes=max(before.moved_bytes, moved),
+        )
+
     def _clip_gradients(self) -> None:
         """Clip; from the second time on as the first time, which depended on nothing that a step changes."""
         if self._clip is None:
@@ -127,8 +202,12 @@ class _Update:
         return sum(getattr(each, "host_bytes", 0) for each in self._optimizers)
 
     def _step(self, optimizer: Optimizer) -> None:
+        self._named(optimizer, partial(type(optimizer).step, optimizer))
+
+    def _named(self, optimizer: Optimizer, update: Callable[[], object]) -> None:
+        """Update, and name the optimizer if that fails."""
         try:
-            type(optimizer).step(optimizer)
+            update()
         except Exception as error:
             raise StepMemoryError(
                 f"the memory that {type(optimizer).__name__} needs is not known: its step does not run on tensors "

@@ -6,12 +6,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from thunder_memsave.ops.accumulation import UnreducedGradients
+
+
+class Updates(Protocol):
+    """Updates parameters while backward runs."""
+
+    def takes(self, parameter: Tensor) -> bool:
+        """Return whether the gradient that comes now is the parameter's only one of this step."""
+
+    def update(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Update a parameter by its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,8 @@ class RunningBackward:
     """The parameters that get a gradient in this run, by their names in the trace."""
     accumulating: frozenset[str] = frozenset()
     """Those of them to whose `.grad` autograd would add their gradient, and which tells nobody else of it."""
+    updates: Updates | None = None
+    """Updates those of them whose gradient nothing else waits for; None: `optimizer.step()` does."""
     given: dict[str, Tensor] = field(default_factory=dict)
     """Gradients for autograd, by parameter, which the trace itself does not return."""
 

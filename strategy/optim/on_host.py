@@ -12,32 +12,28 @@ does not: the kernels are the device's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_memsave.ops.host_copies.engine import Host, host_of
 from thunder_memsave.optim.by_rows import ByRows
 from thunder_memsave.optim.changed_class import change_class
 from thunder_memsave.optim.loading import Held
-from thunder_memsave.optim.muon import MuonByRows
-from thunder_memsave.settings.problems import ConfigError
+from thunder_memsave.optim.one_by_one import numbers_kept, only, refuse_updates_at_once
 
 PIECE_BYTES = 128 * 2**20
 """Bytes of states that are on the device at once, in each of three pieces, unless a single parameter has more."""
 
 LEAST_BYTES = 4 * 2**10
 """States of fewer bytes stay on the device: a copy takes longer to begin than to make."""
-
-_NOT_ALONE = (LBFGS, SparseAdam)
-"""Optimizers of PyTorch that compute with all parameters at once, or whose gradients have no rows to copy."""
 
 
 class StatesOnHost(Optimizer):
@@ -76,7 +72,7 @@ class StatesOnHost(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with _numbers_kept(self):
+        with numbers_kept(self):
             self._update_pieces(_pieces(self))
         return loss
 
@@ -86,11 +82,11 @@ class StatesOnHost(Optimizer):
         leaving: list[_Copy] = []
         try:
             _begin_in(self, pieces[0] if pieces else (), ahead)
-            for piece, following in zip(pieces, (*pieces[1:], ()), strict=True):
+            for piece, following in zip_longest(pieces, pieces[1:], fillvalue=()):
                 coming, ahead = ahead, coming
                 _begin_in(self, following, ahead)
                 _end(coming)
-                with _only(self, piece):
+                with only(self, piece):
                     type(self)._updates(self)
                 _end(leaving)
                 _begin_out(self, piece, leaving)
@@ -107,16 +103,13 @@ def states_on_host(optimizer: Optimizer) -> None:
     """
     if isinstance(optimizer, StatesOnHost):
         return
-    kind = type(optimizer)
-    is_known = kind.__module__.startswith("torch.optim") or issubclass(kind, ByRows | MuonByRows)
-    if not is_known or isinstance(optimizer, _NOT_ALONE):
-        raise ConfigError(
-            f"memory.offload keeps an optimizer's states on the host, which is known to change no number for those of "
-            f"torch.optim but LBFGS and SparseAdam, and for those of thunder_memsave.optim; {kind.__name__} may "
-            "compute with all parameters at once: use one of these, or set memory.offload to 'none' or 'activations'.",
-            key="memory.offload",
-        )
-    change_class(optimizer, _class_on_host(kind))
+    refuse_updates_at_once(
+        optimizer,
+        does="keeps an optimizer's states on the host",
+        key="memory.offload",
+        instead="'none' or 'activations'",
+    )
+    change_class(optimizer, _class_on_host(type(optimizer)))
     leaving: list[_Copy] = []
     _begin_out(optimizer, [p for p in optimizer.state if isinstance(p, Tensor)], leaving)
     _end(leaving)
@@ -286,33 +279,6 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 def _at_once() -> None:
     """Wait for nothing."""
-
-
-@contextmanager
-def _numbers_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Let an optimizer of ours know the number of each parameter while it sees only some of them."""
-    if not isinstance(optimizer, ByRows):
-        yield
-        return
-    optimizer.numbers = optimizer.numbered()
-    try:
-        yield
-    finally:
-        optimizer.numbers = None
-
-
-@contextmanager
-def _only(optimizer: Optimizer, piece: Sequence[Tensor]) -> Iterator[None]:
-    """Let an optimizer know no other parameters."""
-    chosen = {id(p) for p in piece}
-    whole = [group["params"] for group in optimizer.param_groups]
-    for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-        group["params"] = [p for p in parameters if id(p) in chosen]
-    try:
-        yield
-    finally:
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = parameters
 
 
 def _held(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

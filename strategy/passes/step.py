@@ -7,12 +7,13 @@ it tries.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from thunder.core.trace import TraceCtx
 
+from thunder_memsave.ops.updated_parameters import Update
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.graph import Program, StepMemory
@@ -60,6 +61,8 @@ class Traces:
     """Room of the plan for collectives in flight; None: only their window limits them."""
     added: frozenset[str] = frozenset()
     """Names of the parameters to whose gradients backward adds new ones itself."""
+    updated: Mapping[str, Update] = field(default_factory=dict)
+    """What each update takes that backward makes itself, by the parameter's name."""
     copies: CopyTerms | None = None
     """On which copies to the host are placed; None: the plan has none."""
     tried: dict[str, tuple[Traces, Traces]] = field(default_factory=dict)
@@ -142,6 +145,10 @@ def _is_as(traces: Traces, other: Traces) -> bool:
 
 def _acts_as(traces: Traces, other: Traces) -> bool:
     """Tell whether both have the same traces and actions."""
-    is_same_plan = (traces.actions, traces.added) == (other.actions, other.added)
+    is_same_plan = _plan_of(traces) == _plan_of(other)
     mine, others = traces.current, other.current
     return is_same_plan and len(mine) == len(others) and all(map(operator.is_, mine, others))
+
+
+def _plan_of(traces: Traces) -> tuple[Actions | None, frozenset[str], Mapping[str, Update]]:
+    return traces.actions, traces.added, traces.updated

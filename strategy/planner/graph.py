@@ -159,6 +159,18 @@ one: -3 the third that was made."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateMemory:
+    """What the update of a parameter takes that backward makes; alike for all of one shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    peak_bytes: int = 0
+    """Peak of the bytes that it allocates, beside the optimizer's states."""
+    moved_bytes: int = 0
+    """Bytes that its kernels read and write."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
     """Bytes that a training step holds besides the tensors of the compiled forward and backward."""
 
@@ -175,6 +187,8 @@ class StepMemory:
     the backward of that, the gradients of the outputs included."""
     update_peak_bytes: int = 0
     """Peak of the bytes that clipping and `optimizer.step()` allocate beside what is live already."""
+    updates: tuple[UpdateMemory, ...] = ()
+    """Those that backward makes, each once; then the bytes above are for the rest of the update."""
     loss_allocations: Allocations = field(default=(), compare=False, repr=False)
     """The allocations of `between_bytes`; what they leave are the gradients of the outputs. No plan depends on them,
     nor on the next ones; empty if they are not known."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import collective
 from thunder_memsave.sharding.rows import all_gather
-from thunder_memsave.sharding.sharded_parameter import is_sharded, local_gradients
+from thunder_memsave.sharding.sharded_parameter import as_rows, is_sharded, local_gradients
 
 
 def clip_norm(
@@ -90,6 +90,37 @@ def global_norm(
     replicated_norm = _norm(whole, norm_type, like).reshape(1)
     # A norm of norms is the norm of everything, for any order, and does not overflow first.
     return _norm([sharded_norms, replicated_norm], norm_type, like)
+
+
+def norm_of_one(gradient: Tensor, place: Tensor) -> None:
+    """Write the norm of a gradient, or of its rows on this rank, to `place`, a number in float32 or float64."""
+    torch.linalg.vector_norm(as_rows(gradient), dtype=place.dtype, out=place)
+
+
+def norm_of_kept(
+    parameters: Sequence[nn.Parameter], norms: Sequence[Tensor], data_parallel: DataParallel | None
+) -> Tensor:
+    """Return the norm of all gradients over all ranks, from norms that were kept. A collective if they are sharded.
+
+    Args:
+        parameters: The same on all ranks.
+        norms: By parameter, of this rank's rows of sharded ones.
+        data_parallel: The ranks that share parameters; None: there is one.
+    """
+    is_of_rows = [is_sharded(p) for p in parameters]
+    whole = [norm for norm, of_rows in zip(norms, is_of_rows, strict=True) if not of_rows]
+    if data_parallel is None or not any(is_of_rows):
+        return _norm_of_numbers(torch.stack(list(norms)))
+    rows = [norm for norm, of_rows in zip(norms, is_of_rows, strict=True) if of_rows]
+    like = norms[0]
+    of_ranks = like.new_empty(data_parallel.world_size)
+    all_gather(of_ranks, torch.linalg.vector_norm(torch.stack(rows)).reshape(1), data_parallel)
+    return _norm_of_numbers(torch.cat([of_ranks, *(norm.reshape(1) for norm in whole)]))
+
+
+def _norm_of_numbers(numbers: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(numbers)
+    return norm
 
 
 def _norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:

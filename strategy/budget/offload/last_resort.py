@@ -94,6 +94,7 @@ class LastResort:
             host_bytes=away.host_bytes,
             update_peak_bytes=away.update_peak_bytes,
             update_allocations=away.update_allocations,
+            updates=away.updates,
         )
         return replace(first, memory=memory)
 
@@ -239,5 +240,7 @@ def least_bytes(attempt: Attempt) -> int:
 
 def _at_update(memory: StepMemory, *, weights: int, gradients: int) -> int:
     """Return the bytes of weights, gradients and states while the optimizer updates."""
+    if memory.updates:
+        gradients = 0  # each dies where it is made
     held = weights + max(gradients, memory.gradient_bytes) + memory.optimizer_bytes
     return held + memory.update_peak_bytes

@@ -21,6 +21,7 @@ from thunder_memsave.ops.families.collectives import (
 from thunder_memsave.ops.host_copies.symbols import has_copies
 from thunder_memsave.ops.host_copies.weights import fetches
 from thunder_memsave.ops.table import places_on_host
+from thunder_memsave.ops.updated_parameters import updated_names
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.passes.symbols import written_in_place
 
@@ -59,6 +60,8 @@ def reasons(
             "backward adds to gradients of earlier micro-batches, wherever these are; strategy.cuda_graphs: true "
             "leaves that to autograd"
         )
+    if updated_names(backward):
+        yield "backward updates weights (memory.optimizer_in_backward), which a graph would do with one learning rate"
     if has_copies(forward):
         yield "the plan copies values to the host (memory.offload); set that to none, or raise memory.budget"
         return

@@ -41,7 +41,7 @@ from thunder_memsave.finetune.plan.host_loading import HostLoading, host_loading
 from thunder_memsave.finetune.plan.planned_ranks import ranks_per_node
 from thunder_memsave.finetune.plan.run_planner import RunPlanner
 from thunder_memsave.finetune.process.deterministic import unfilled_choice
-from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
+from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, sizes_of
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.finetune.training.caller_memory import caller_memory
 from thunder_memsave.finetune.training.optimizer import make_optimizer
@@ -55,6 +55,7 @@ from thunder_memsave.ops.accumulation import (
     may_keep,
     whole_gradient_bytes,
 )
+from thunder_memsave.optim.in_backward import UpdatesInBackward
 from thunder_memsave.optim.on_host import states_on_host
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import Device, StepMemory
@@ -142,7 +143,7 @@ def plan_run(
     """
     config = with_attention(config, fetches=False)
     strategy = _strategy(config, device, num_ranks)
-    sizes = batch_sizes(config.train, world_size=num_ranks)
+    sizes = sizes_of(config, world_size=num_ranks)
     budget_bytes = budget_of(strategy, device)
     objective = objective_of(config)
     model = _described(config, strategy)
@@ -326,6 +327,7 @@ def _step_memory(
         loss_allocations=own.loss_allocations,
         device_type="" if device.name == "cpu" else "cuda",
         change=states_on_host if config.memory.offloads_optimizer else None,
+        one_by_one=UpdatesInBackward() if config.memory.optimizer_in_backward else None,
     )
     check_states_fit(config.memory, memory.host_bytes, free_bytes=device.host_memory_bytes)
     return memory

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from typing_extensions import override
 
+from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.offload.last_resort import LastResort, States
 from thunder_memsave.budget.offload.terms import offload_terms
 from thunder_memsave.budget.plan_request import Question
-from thunder_memsave.budget.planned_call import Arguments, Attempt, PlannedCall
+from thunder_memsave.budget.planned_call import Attempt, PlannedCall
 from thunder_memsave.budget.ways import Way
 from thunder_memsave.config import StrategyConfig
 from thunder_memsave.distributed.data_parallel import DataParallel

@@ -38,7 +38,10 @@ def states_us(made: RunPlan) -> float:
     """Return the microseconds per micro-batch of copying an optimizer's states in and out once per step."""
     if not made.call.memory.host_bytes:
         return 0.0
-    return CopyRates.of(made.device).us(made.call.memory.host_bytes) / made.num_micro_batches
+    one_way_us = CopyRates.of(made.device).us(made.call.memory.host_bytes)
+    # In backward those of a weight go in, are updated, and go out before the next one's.
+    ways = 2 if made.call.memory.updates else 1
+    return ways * one_way_us / made.num_micro_batches
 
 
 def tokens_of(made: RunPlan) -> int:

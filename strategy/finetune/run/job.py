@@ -36,7 +36,7 @@ from thunder_memsave.finetune.run.callbacks import (
 from thunder_memsave.finetune.run.check_references import check_references
 from thunder_memsave.finetune.run.check_start import check_named_modules, check_strategy
 from thunder_memsave.finetune.run.fp8_shown import bytes_shown, fp8_shown
-from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, batch_sizes
+from thunder_memsave.finetune.run_file.batch_sizes import BatchSizes, sizes_of
 from thunder_memsave.finetune.run_file.classes.class_kinds import DATASET
 from thunder_memsave.finetune.run_file.classes.class_spec import build
 from thunder_memsave.finetune.run_file.config import ClassSpec, RunConfig
@@ -165,8 +165,8 @@ def prepare(config: RunConfig, problems: Problems | None = None) -> Job:
 
 def _sizes(config: RunConfig, problems: Problems) -> BatchSizes | None:
     return problems.check(
-        lambda: batch_sizes(config.train, world_size=world_size(config)),
-        reads=("devices", *_BATCH_SIZES),
+        lambda: sizes_of(config, world_size=world_size(config)),
+        reads=("devices", "memory", *_BATCH_SIZES),
         about="train.global_batch_size",
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thunder_memsave.finetune.run_file.config import TrainConfig
+from thunder_memsave.finetune.run_file.config import RunConfig, TrainConfig
 from thunder_memsave.settings.problems import ConfigError
 
 _DEFAULT_GLOBAL_BATCH_SIZE = 16
@@ -49,6 +49,24 @@ def batch_sizes(train: TrainConfig, *, world_size: int) -> BatchSizes:
     return BatchSizes(
         global_batch_size=in_all, micro_batch_size=micro, gradient_accumulation_steps=accumulation
     )
+
+
+def sizes_of(config: RunConfig, *, world_size: int) -> BatchSizes:
+    """Compute the sizes of a run, of which one that updates in backward has no accumulation.
+
+    Raises:
+        ConfigError: as for `batch_sizes`; or backward would update the weights between micro-batches.
+    """
+    sizes = batch_sizes(config.train, world_size=world_size)
+    steps = sizes.gradient_accumulation_steps
+    if config.memory.optimizer_in_backward and steps > 1:
+        raise ConfigError(
+            f"memory.optimizer_in_backward is true, but a step accumulates the gradients of {steps} micro-batches, "
+            "which are all there before the last one: no byte would be saved. Set train.gradient_accumulation_steps: 1 "
+            "and leave global_batch_size out, or leave optimizer_in_backward out.",
+            key="memory.optimizer_in_backward",
+        )
+    return sizes
 
 
 def _processes(number: int) -> str:

@@ -113,6 +113,27 @@ def _guards(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
+def _in_backward(config: RunConfig) -> Iterator[ConfigError]:
+    if not config.memory.optimizer_in_backward:
+        return
+    why = (
+        "but memory.optimizer_in_backward updates each weight before the other gradients are there"
+    )
+    if config.train.max_grad_norm is not None:
+        yield ConfigError(
+            f"train.max_grad_norm is {config.train.max_grad_norm:g}, {why}, so none can be clipped; set "
+            "train.max_grad_norm: null, or leave optimizer_in_backward out.",
+            key="train.max_grad_norm",
+        )
+    for name in ("nonfinite", "loss_spike"):
+        if getattr(config.guards, name) == "skip":
+            yield ConfigError(
+                f"guards.{name} is 'skip', {why}, so a step cannot be left out; set guards.{name} to stop or rollback, "
+                "or leave optimizer_in_backward out.",
+                key=f"guards.{name}",
+            )
+
+
 def _spikes(config: RunConfig) -> Iterator[ConfigError]:
     guards, default = config.guards, GuardsConfig()
     if guards.loss_spike is not None:
@@ -258,6 +279,7 @@ def _devices(config: RunConfig) -> Iterator[ConfigError]:
 # Checks of settings that depend on each other, by the keys that they read.
 _COMBINATIONS: dict[tuple[str, ...], Callable[[RunConfig], Iterator[Any]]] = {
     ("strategy", "guards.nonfinite", "guards.max_skips"): _guards,
+    ("memory", "train.max_grad_norm", "guards.nonfinite", "guards.loss_spike"): _in_backward,
     ("guards.loss_spike", "guards.spike_window", "guards.spike_threshold"): _spikes,
     ("guards.nonfinite", "guards.loss_spike", "checkpoint.every_n_steps"): _rollback,
     ("preference", "data.train_on", "data.max_documents_per_row"): _preference,
