@@ -87,7 +87,14 @@ class WaySearch:
             if tried.run.more_bytes <= 0:
                 return self._quicker(tried)
             refused.append(tried)
+            if not self._is_reserved and self._is_of_update(tried):
+                break
         return min(refused, key=lambda each: each.run.more_bytes)
+
+    def _is_of_update(self, tried: Tried) -> bool:
+        """Tell whether the peak is that of the optimizer's update on the rank that lacks most: no way changes it."""
+        profile = tried.run.call.profile
+        return not self._is_on_any(profile.peak_bytes > profile.update_peak_bytes)
 
     def _attempts(self, refused: Sequence[Tried]) -> Iterator[Attempt]:
         """Yield the ways, with smaller tiles of losses where those would do; `refused` has those before."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
@@ -57,6 +58,9 @@ class ByRows(Optimizer):
 
     numbers: dict[int, int] | None = None
     """What `numbered` returns of all parameters, while groups have only some of them."""
+
+    replay: Callable[[Hashable, Callable[[], None]], None] | None = None
+    """Of an optimizer without data: runs the update of a tile, or counts what it allocates like one of an equal key."""
 
     def __init__(
         self,
@@ -162,7 +166,11 @@ class ByRows(Optimizer):
                 stored={k: value.narrow(0, rows.start, len(rows)) for k, value in by_rows.items()},
                 first_row=vars(p).get("_first_row", 0) + rows.start,
             )
-            self._update_tile(tile, group, step, keys)
+            update = partial(self._update_tile, tile, group, step, keys)
+            if self.replay is None:
+                update()
+            else:
+                self.replay((tile.layout, step == 1, _settings(group)), update)
 
     def _update_tile(
         self, tile: _Tile, group: Mapping[str, Any], step: int, keys: Sequence[int]
@@ -206,6 +214,16 @@ class _Tile:
     stored: dict[str, Tensor]
     first_row: int
     """In the whole, unsharded parameter."""
+
+    @property
+    def layout(self) -> Hashable:
+        """All that decides what its update allocates, beside the settings."""
+        tensors = self.weight, self.gradient, *self.stored.values()
+        return tuple((t.shape, t.stride(), t.dtype) for t in tensors), tuple(self.stored)
+
+
+def _settings(group: Mapping[str, Any]) -> Hashable:
+    return tuple((name, repr(value)) for name, value in group.items() if name != "params")
 
 
 def _with_rows(t: Tensor) -> Tensor:

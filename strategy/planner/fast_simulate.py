@@ -88,7 +88,7 @@ class FastSimulation:
         plan = self._run(keep)
         peak = max(int(plan.during.max(initial=0)), int(self._forward_during(plan).max()))
         return SimulatedPlan(
-            peak_bytes=max(peak, self._update_bytes),
+            peak_bytes=max(peak, self.update_bytes),
             again=tuple(plan.again),
             read=frozenset(np.flatnonzero(plan.last >= 0).tolist()),
             kept=frozenset(plan.kept),
@@ -99,7 +99,7 @@ class FastSimulation:
         plan = self._run(keep)
         moments = (self._forward_during(plan), plan.during)
         over: list[int] = [n for each in moments for n in each[each > over_bytes].tolist()]
-        over += [self._update_bytes] if self._update_bytes > over_bytes else []
+        over += [self.update_bytes] if self.update_bytes > over_bytes else []
         return sum(n - over_bytes for n in over)
 
     def backward(self, keep: Set[int]) -> SimulatedBackward:
@@ -132,7 +132,8 @@ class FastSimulation:
         self._during = np.array(forward, dtype=np.int64) - np.cumsum(waiting, dtype=np.int64)
         kept = sum(graph.storages[s].nbytes for s in needs.first)
         self._before_backward = profile.live_bytes[graph.num_forward] - kept
-        self._update_bytes = max(profile.update_peak_bytes, profile.live_bytes[-1])
+        self.update_bytes = max(profile.update_peak_bytes, profile.live_bytes[-1])
+        """Peak of the optimizer's update, the same with every plan."""
 
     def _steps(self, keep: Set[int]) -> tuple[Numbers, list[int]]:
         """Return the operations of backward, each after those that it needs recomputed, and all recomputed ones."""

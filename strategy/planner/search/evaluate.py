@@ -109,6 +109,11 @@ class Evaluator:
         self._count(0)
         return self._simulation.backward(keep)
 
+    @property
+    def update_bytes(self) -> int:
+        """Peak of the optimizer's update, which no plan changes."""
+        return self._simulation.update_bytes
+
     def forget(self) -> None:
         """Forget all plans."""
         self._known.clear()

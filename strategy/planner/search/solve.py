@@ -169,7 +169,9 @@ def _planned(
             smallest = smallest_of_all(task)
             raise _no_plan(problem, budget_bytes, smallest, smallest.peak_bytes)
         return problem.plan(found, budget_bytes, bound_us=found.recompute_us)
-    bound = _fastest(task, time_limit_s, [s for s in searches if s.goal == "fastest"])
+    bound = 0.0
+    if problem.evaluate.update_bytes <= budget_bytes:
+        bound = _fastest(task, time_limit_s, [s for s in searches if s.goal == "fastest"])
     found = task.best
     if found is None:
         found = _last_resort(
@@ -220,14 +222,15 @@ def _last_resort(
     task = problem.task(budget_bytes)
     list(problem.anchored())
     least = least_bytes(task.model, [task.model.between], work.part(time_limit_s))
+    least = max(least, evaluate.update_bytes)
     task = replace(task, bound_bytes=least)
     for search in searches:
-        if search.goal == "smallest":
+        if search.goal == "smallest" and task.smallest.peak_bytes > evaluate.update_bytes:
             evaluate.finder = search.name
             search.run(task, work.part(search.share * time_limit_s))
     if task.best is not None:
         return task.best
-    if not bounds_smallest:
+    if not bounds_smallest or task.smallest.peak_bytes <= evaluate.update_bytes:
         raise _no_plan(problem, budget_bytes, task.smallest, least)
     moments = highest_moments(task.smallest, effort.NEAR_PEAK * task.smallest.peak_bytes)
     bound = bound_bytes(task.model, moments, work.part(effort.SHARE_OF_PROOF * time_limit_s))
