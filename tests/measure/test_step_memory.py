@@ -11,9 +11,12 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+import thunder_memsave.optim as ours
 from harness.allocator_events import live_after
 from harness.memory import measured_memory
+from thunder_memsave.measure import step_memory as step_memory_module
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
+from thunder_memsave.optim import by_rows
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.sharding.gradients import clip_norm
 
@@ -147,3 +150,27 @@ def test_the_allocations_of_two_updates_are_those_of_the_peak(fused: bool) -> No
     # Two moments per parameter, and with a fused kernel a counter, which is on the device.
     num_left = sum(1 if n > 0 else -1 for n in first)
     assert num_left == (3 if fused else 2) * len(list(module.parameters()))
+
+
+def test_equal_tiles_are_replayed_with_the_same_allocations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [(70, 300), (70, 300), (12,), (70, 300), (12,), (30, 300)]
+    weights = [nn.Parameter(torch.ones(s, dtype=torch.bfloat16)) for s in shapes]
+    monkeypatch.setattr(by_rows, "ELEMENTS_AT_ONCE", 32 * 300)
+    optimizer = ours.AdamW(weights, states="int8", rounding="stochastic")
+    num_updates = []
+    update = ours.AdamW._update_tile
+    monkeypatch.setattr(
+        ours.AdamW,
+        "_update_tile",
+        lambda *arguments: num_updates.append(1) or update(*arguments),  # type: ignore[func-returns-value]
+    )
+    replayed = step_memory([optimizer]), len(num_updates)
+    monkeypatch.setattr(step_memory_module._Update, "_replay", lambda _self, _key, run: run())
+    each = step_memory([optimizer]), len(num_updates) - replayed[1]
+
+    assert replayed[0] == each[0]
+    assert replayed[0].update_allocations == each[0].update_allocations
+    assert each[1] == 2 * (3 * 2 + 2 + 1)
+    assert replayed[1] < each[1]

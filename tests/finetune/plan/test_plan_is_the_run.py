@@ -51,8 +51,13 @@ def trained_bytes(directory: Path) -> int:
         {"train": TWICE, "lora": None},
         {"train": TWICE},
         {"train": {**TWICE, "max_grad_norm": 1.0}, "lora": None, "memory": ON_HOST},
+        {
+            "train": {**ONCE, "max_grad_norm": None},
+            "lora": None,
+            "memory": {"optimizer_in_backward": True},
+        },
     ],
-    ids=["full", "full, accumulated", "lora, accumulated", "states on the host"],
+    ids=["full", "full, accumulated", "lora, accumulated", "states on the host", "in backward"],
 )
 def test_on_one_rank(sections: dict[str, Any], one_layer: Path, tmp_path: Path) -> None:
     file = written(tmp_path, one_layer, **sections)

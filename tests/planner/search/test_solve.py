@@ -317,3 +317,19 @@ def test_pinned_storages_are_decided_as_asked() -> None:
     kept = keeping({"a"})
     least = solve(graph, budget_bytes=None, policy="recompute_all", costs_us=[1.0] * 6, pinned=kept)
     assert least.actions == {"a": KEEP, "whole": REGATHER, "mask": REPLAY}
+
+
+def test_a_budget_below_the_update_is_refused_without_a_search() -> None:
+    """No plan changes what the optimizer's update holds: the first that is smaller elsewhere has the smallest peak."""
+    graph = llama_like(2)
+    costs = costs_us(graph, device("h100"))
+    peak = max(bytes_of for bytes_of, _ in pareto(graph, costs_us=costs))
+    memory = StepMemory(update_peak_bytes=2 * peak)
+    with pytest.raises(BudgetError) as refused:
+        solve(graph, costs_us=costs, budget_bytes=peak, memory=memory, time_limit_s=inf)
+    error = refused.value
+    assert error.smallest_plan is not None
+    assert error.smallest_bytes == error.bound_bytes == error.smallest_plan.predicted_peak_bytes
+    assert error.smallest_bytes > 2 * peak
+    again = solve(graph, costs_us=costs, budget_bytes=error.smallest_bytes, memory=memory)
+    assert again.predicted_peak_bytes == error.smallest_bytes

@@ -209,6 +209,7 @@ FOREIGN_NAMES: dict[str, ForeignName] = {
     "num_train_epochs": _(TRAINER, here="train.epochs"),
     "max_steps_per_epoch": _(TORCHTUNE, here="train.max_steps", note="of the whole run"),
     "clip_grad_norm": _(TORCHTUNE, here="train.max_grad_norm"),
+    "optimizer_in_bwd": _(TORCHTUNE, here="memory.optimizer_in_backward"),
     "gradient_clip_val": _("Lightning", here="train.max_grad_norm"),
     "max_norm": _(LITGPT, here="train.max_grad_norm"),
     # loss
