@@ -135,8 +135,8 @@ class MemoryConfig(Section):
 
     optimizer_in_backward: bool = False
     """Update each parameter in backward, as soon as its gradient is there, so that the gradients of all are never there
-    at once. With the bits of `optimizer.step()`, which then has nothing left to do. For steps of one micro-batch whose
-    gradients are not clipped."""
+    at once. With the bits of `optimizer.step()`, which then has nothing left to do. For steps of one micro-batch
+    whose gradients are not clipped, and models that are one graph."""
 
     host_budget: Literal["auto"] | Bytes = "auto"
     """Memory of the host for `offload`, for each process: bytes; `auto` is half of what is free."""

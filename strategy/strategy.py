@@ -40,12 +40,12 @@ from thunder_memsave.fabric.module_setup import ModuleSetup, has_meta
 from thunder_memsave.fabric.nonfinite import (
     NonfiniteGradients,
     refuse_closure,
-    refuse_scaler,
     refuse_stop_with_scaler,
 )
 from thunder_memsave.fabric.precision import fp8_of, share_found_inf, taken_over
 from thunder_memsave.fabric.refusals import fit_optimizer
 from thunder_memsave.fabric.state_hooks import StateHooks
+from thunder_memsave.fabric.updates import unclipped_norm, update_in_backward
 from thunder_memsave.fp8.compute.steps import Fp8Steps
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.ops.families.tiled_loss import TILE_BYTES
@@ -317,8 +317,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         fit_optimizer(optimizer, self.config.memory)
         self._optimizers.add(optimizer)
         if self.config.memory.optimizer_in_backward:
-            refuse_scaler(self.precision)
-            self._updates.add(optimizer)
+            update_in_backward(optimizer, self._updates, self.precision, self._modules)
         return super().setup_optimizer(optimizer)
 
     @override
@@ -326,7 +325,8 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         """Take the step, unless gradients are unreduced, or are non-finite and such steps are skipped.
 
         Raises:
-            RuntimeError: no backward reduced the gradients of the last micro-batches.
+            RuntimeError: no backward reduced the gradients of the last micro-batches; or backward updated parameters by
+                a part of their gradients, or with other settings.
             NonfiniteGradientsError: gradients are non-finite and the policy is to stop; on every rank.
             ConfigError: a closure computes the gradients, and they were to be checked.
         """
@@ -334,7 +334,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         result = super().optimizer_step(optimizer, **kwargs) if may_step else None
         if isinstance(optimizer, Optimizer):
             self.leave_out_step(optimizer)  # no effect if the step was taken
-            self._updates.end_step()
+            self._updates.end_step(optimizer)
         return result
 
     def leave_out_step(self, optimizer: Optimizer) -> None:
@@ -353,6 +353,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
             refuse_closure(self._nonfinite.policy)
             return True
         refuse_unreduced(optimizer, self._modules)
+        self._updates.check_step(optimizer)
         return self._nonfinite.allows_step(
             optimizer, precision=self.precision, data_parallel=self.data_parallel
         )
@@ -368,16 +369,12 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
     ) -> Tensor:
         """Scale the gradients to a global norm, and return the norm before. A collective.
 
-        Where backward updates parameters, their gradients are gone: an infinite `max_norm` gives the norm.
-
-        Raises:
-            RuntimeError: they are to be clipped.
+        Where backward updates parameters, only an infinite `max_norm` gives the norm; others raise a RuntimeError.
         """
         refuse_unreduced(optimizer, self._modules)
         if self._updates.is_on:
-            return self._updates.unclipped_norm(
-                max_norm, norm_type=norm_type, data_parallel=self.data_parallel
-            )
+            terms = (max_norm, norm_type, error_if_nonfinite)
+            return unclipped_norm(self._updates, optimizer, *terms, self.data_parallel)
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
         norm = clip_norm(

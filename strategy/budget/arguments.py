@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ class Arguments:
     """Parameters and buffers, and fake tensors in place of a batch."""
     unread_bytes: int = 0
     """Bytes of parameters and buffers of the module that the trace does not read."""
+    not_updated: frozenset[str] = frozenset()
+    """Names of the parameters that no optimizer updates in backward, where one does."""
     leaves_sums: bool = False
     """Whether autograd adds gradients to those of earlier micro-batches: a CUDA graph cannot, whose addresses stay."""
 
@@ -45,12 +48,20 @@ def adding(memory: StepMemory, arguments: Arguments) -> frozenset[str]:
 def updating(memory: StepMemory, trace: TraceCtx, arguments: Arguments) -> Mapping[str, Update]:
     """Return what each update takes that a backward of this step can make itself, by the parameter's name."""
     known = {(u.shape, u.dtype): u for u in memory.updates}
+    # What backward reads of a tensor in the same memory is no reader of the parameter to the trace.
+    memories = Counter(t.untyped_storage()._cdata for t in arguments.tensors.values())
     found: dict[str, Update] = {}
     for proxy in trace.args if known and not arguments.leaves_sums else ():
         if not isinstance(proxy, TensorProxy) or arguments.kinds.get(proxy.name) != "parameter":
             continue
         tensor = arguments.tensors.get(proxy.name)
-        if tensor is not None and (not tensor.requires_grad or is_watched(tensor)):
+        if proxy.name in arguments.not_updated:
+            continue
+        if tensor is not None and (
+            not tensor.requires_grad
+            or is_watched(tensor)
+            or memories[tensor.untyped_storage()._cdata] > 1
+        ):
             continue
         layout = contiguous(proxy) if tensor is None else layout_of(tensor)
         update = known.get((layout.shape, str(layout.dtype)))

@@ -149,7 +149,8 @@ def _what_it_means(error: RuntimeError) -> str:
     if says_saved_were_overwritten(error):
         return (
             "This was the backward of a compiled module, and what it reads was overwritten since its forward, by "
-            "an optimizer step (with new scales of fp8), or a write to a parameter, a result or an argument (of which "
+            "an optimizer step (with new scales of fp8), by the backward before (memory.optimizer_in_backward), or a "
+            "write to a parameter, a result or an argument (of which "
             "the forward keeps the memory even where it calls clone()). Run the forward again after it, call backward "
             "before it, or write to a copy."
         )

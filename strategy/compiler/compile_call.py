@@ -208,6 +208,9 @@ class CallCompiler:
             _arguments(module, traced),
             leaves_sums=self.graphs is not None and self.graphs.is_required,
         )
+        if (updates := self.updates) is not None:
+            others = {n for n, t in arguments.tensors.items() if not updates.owns(t)}
+            arguments = replace(arguments, not_updated=frozenset(others))
         return Facts(
             steps=steps_without(self.config.leave_out),
             lowered=traced.lowered,

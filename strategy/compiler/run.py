@@ -27,7 +27,7 @@ from thunder_memsave.ops.host_copies.symbols import has_copies
 from thunder_memsave.ops.host_copies.weights import fetches
 from thunder_memsave.ops.running_backward import RunningBackward, running
 from thunder_memsave.ops.updated_parameters import updated_names
-from thunder_memsave.optim.in_backward import UpdatesInBackward
+from thunder_memsave.optim.in_backward import Expected, UpdatesInBackward
 
 
 def unwrap_results(state: State) -> State:
@@ -127,11 +127,13 @@ def training(
     def run(*inputs: Tensor) -> Sequence[Any]:
         # Not `inputs`: the batch is not kept until backward.
         parameters = [(i, name, inputs[i]) for i, name in slots]
+        expected = None
         if updates is not None:
-            updates.expect([p for _i, name, p in parameters if name in updated])
+            trained = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad and t.is_leaf]
+            expected = updates.expect(trained)
         function = autograd.Differentiable(
             forward=run_forward,
-            backward=run_backward_of(parameters),
+            backward=run_backward_of(parameters, expected),
             output_depends_on=lowered.depends_on,
             planned_gradients=planned_gradients,
             adds_to=adds_to,
@@ -152,16 +154,17 @@ def _running_backward(
     unreduced: UnreducedGradients,
     updates: UpdatesInBackward | None,
     graphed: GraphedCall | None,
-) -> Callable[[_Parameters], Callable[..., Any]]:
-    """Return what makes, of a call's parameters, the backward that autograd calls."""
+) -> Callable[[_Parameters, Expected | None], Callable[..., Any]]:
+    """Return what makes, of a call's parameters, the backward that autograd calls; it holds what is expected of it."""
 
-    def of_call(parameters: _Parameters) -> Callable[..., Any]:
+    def of_call(parameters: _Parameters, expected: Expected | None) -> Callable[..., Any]:
         def run_backward(saved: Any, cotangents: Any, reached: autograd.Reached) -> Any:
             of_run = RunningBackward(
                 gradients=unreduced,
                 parameters={name: p for i, name, p in parameters if i in reached.inputs},
                 accumulating=frozenset(n for i, n, _ in parameters if i in reached.accumulating),
                 updates=updates,
+                expected=expected,
             )
             with _plain_execution(), running(of_run):
                 if graphed is not None:

@@ -14,7 +14,7 @@ from thunder_memsave.fabric.accumulation import Accumulation
 from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
-from thunder_memsave.optim.in_backward import UpdatesInBackward
+from thunder_memsave.optim.in_backward import KEY, UpdatesInBackward
 from thunder_memsave.optim.on_host import states_on_host
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.sharding.gradients import clip_norm
@@ -66,6 +66,8 @@ class CountedStep:
             if has_budget and not self.caller.other_bytes:
                 raise
             _log.warning("the plan counts no optimizer: %s", error)
+            if self.updates.is_on:
+                _log.warning("%s has no effect: optimizer.step() updates", KEY)
             memory = self.caller
         return replace(memory, gradient_bytes=memory.gradient_bytes + self._kept_bytes())
 

@@ -4,8 +4,8 @@
     t2 = mm(x, w)     ->     t1 = silu(t0)
     t3 = mul(t1, t2)         t3 = mul(t1, t2)
 
-They move over PyTorch's own operators alone: what communicates, draws or writes keeps its place, and so do products of
-matrices among themselves.
+They move over PyTorch's own operators, and uses of gradients: what communicates, draws or writes keeps its place, and
+so do products of matrices among themselves. What reads a weight stays before its update.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from thunder_memsave.budget.extract import Values
 from thunder_memsave.fusion.memory import Memory, Placed
 from thunder_memsave.fusion.operators import Kind
+from thunder_memsave.ops.updated_parameters import updated_name, updates_parameter
 
 _FARTHEST = 64
 """Symbols over which one moves at most: what is so far apart is seldom worth the search."""
@@ -96,8 +97,9 @@ class _Order:
         return any(p.kind is Kind.OTHER for p in passed) and all(p.may_be_passed for p in passed)
 
     def _writes_over(self, number: int, other: int) -> bool:
-        """Return whether a symbol writes its result over what another one reads, which must then come before it."""
-        base = self._symbols[number].base
+        """Return whether a symbol writes over what another one reads, which must then come before it."""
+        bsym = self._symbols[number].bsym
+        base = updated_name(bsym) if updates_parameter(bsym) else self._symbols[number].base
         return bool(base) and bool(self._memory.storages([base]) & self._memory.uses(other))
 
     def _is_reordered(self, start: int, numbers: Sequence[int]) -> bool:

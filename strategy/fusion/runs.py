@@ -18,6 +18,8 @@ from thunder_memsave.fusion.memory import Memory, Placed, with_places
 from thunder_memsave.fusion.neighbours import beside
 from thunder_memsave.fusion.operators import Kind, is_pure, kind_of
 from thunder_memsave.fusion.region import bind, has_failed, known
+from thunder_memsave.measure.used_gradients import uses_gradient
+from thunder_memsave.ops.updated_parameters import update_of, updates_parameter
 
 FEWEST = 2
 """Operators of a region at least."""
@@ -55,6 +57,9 @@ def follow(trace: TraceCtx, values: Values) -> list[Placed]:
 
 
 def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
+    if uses_gradient(bsym):
+        peak_bytes = update_of(bsym).peak_bytes if updates_parameter(bsym) else 0
+        return Placed(bsym, Kind.OTHER, may_be_passed=True, peak_bytes=peak_bytes)
     if is_bookkeeping(bsym) or not bsym.flat_proxy_outs:  # such as one that keeps a gradient
         return Placed(bsym, Kind.OTHER)
     arguments = [values.by_name.get(a.name) for a in bsym.flat_proxy_args]

@@ -40,8 +40,8 @@ class OneByOne(Protocol):
     def update(self, parameter: Tensor, gradient: Tensor) -> None:
         """Update a parameter by its gradient."""
 
-    def norm(self, data_parallel: None) -> Tensor:
-        """Return the norm of the gradients of all parameters, after their updates."""
+    def norm(self, optimizer: Optimizer, data_parallel: None) -> Tensor:
+        """Return the norm of the gradients of an optimizer's parameters, after their updates."""
 
 
 class StepMemoryError(ThunderMemsaveError, RuntimeError):
@@ -148,13 +148,14 @@ class _Update:
         with self._fake, record:
             for optimizer in self._optimizers:
                 updates.add(optimizer)
-            updates.norm(None)
+                updates.norm(optimizer, None)
             for p, gradient in (*zip(parameters, gradients, strict=True),) * 2:
                 key = tuple(p.shape), str(p.dtype)
                 before = found.get(key, UpdateMemory(shape=key[0], dtype=key[1]))
                 found[key] = self._updated(updates, p, gradient, before)
             live_bytes = record.peak_bytes = record.live_bytes
-            updates.norm(None)
+            for optimizer in self._optimizers:
+                updates.norm(optimizer, None)
         return replace(
             others,
             optimizer_bytes=live_bytes,

@@ -20,8 +20,8 @@ class Updates(Protocol):
     def takes(self, parameter: Tensor) -> bool:
         """Return whether the gradient that comes now is the parameter's only one of this step."""
 
-    def update(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Update a parameter by its gradient."""
+    def update(self, parameter: Tensor, gradient: Tensor, *, is_shared: bool) -> None:
+        """Update a parameter by its gradient, whose memory may be shared with other tensors that are read later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class RunningBackward:
     """Those of them to whose `.grad` autograd would add their gradient, and which tells nobody else of it."""
     updates: Updates | None = None
     """Updates those of them whose gradient nothing else waits for; None: `optimizer.step()` does."""
+    expected: object = None
+    """Tells `updates` of this backward as long as it may run."""
     given: dict[str, Tensor] = field(default_factory=dict)
     """Gradients for autograd, by parameter, which the trace itself does not return."""
 

@@ -16,7 +16,8 @@ the backward pass" do this with hooks on gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from thunder_memsave.ops.added_gradients import is_watched
 from thunder_memsave.ops.running_backward import running_backward
+from thunder_memsave.planner.graph import UPDATE
 
 _executor = OperatorExecutor("thunder_memsave_updated_parameters", version="0")
 register_executor(_executor)
@@ -42,12 +44,12 @@ class Update:
     """Peak of the bytes that it allocates, beside the optimizer's states."""
     moved_bytes: int
     """Bytes that its kernels read and write."""
-    stride: tuple[int, ...]
-    """The parameter's. A gradient with other strides is copied first, as by autograd."""
+    stride: tuple[int, ...] | None
+    """The parameter's. A gradient with other strides is copied first, as by autograd; None: any is."""
 
 
 def _update_parameter(
-    grad: Tensor, name: str, peak_bytes: int, moved_bytes: int, stride: tuple[int, ...]
+    grad: Tensor, name: str, peak_bytes: int, moved_bytes: int, stride: tuple[int, ...] | None
 ) -> None:
     backward = running_backward()
     parameter = backward.parameters.get(name)
@@ -58,11 +60,11 @@ def _update_parameter(
     if updates is None or not is_alone or not updates.takes(parameter):
         backward.given[name] = grad
     else:
-        updates.update(parameter, grad)
+        updates.update(parameter, grad, is_shared=stride is None)
 
 
 _update = _executor.register_operator(
-    "update_parameter",
+    UPDATE,
     meta=lambda grad, name, peak_bytes, moved_bytes, stride: None,
     fn=_update_parameter,
     tags=[prims.OpTags.DONT_DCE],
@@ -74,21 +76,26 @@ def updates_parameter(bsym: BoundSymbol) -> bool:
     return bsym.sym.id == _update.id  # type: ignore[no-any-return]
 
 
+def updated_name(bsym: BoundSymbol) -> str:
+    """Return the name of the parameter that such a symbol updates."""
+    return str(bsym.args[1])
+
+
 def update_of(bsym: BoundSymbol) -> Update:
     """Return what such a symbol's update takes."""
     _grad, _name, peak_bytes, moved_bytes, stride = bsym.args
-    return Update(peak_bytes, moved_bytes, tuple(stride))
+    return Update(peak_bytes, moved_bytes, None if stride is None else tuple(stride))
 
 
 def updated_names(trace: TraceCtx) -> Sequence[str]:
     """Return the names of the parameters that a backward updates."""
-    return [b.args[1] for b in trace.bound_symbols if updates_parameter(b)]
+    return [updated_name(b) for b in trace.bound_symbols if updates_parameter(b)]
 
 
 def is_copied(shape: Sequence[int], stride: Sequence[int], update: Update) -> bool:
     """Return whether a gradient of this layout is copied before the update, to have the parameter's strides."""
-    if not math.prod(shape):
-        return False
+    if update.stride is None or not math.prod(shape):
+        return update.stride is None
     pairs = zip(shape, stride, update.stride, strict=True)
     return any(length != 1 and own != wanted for length, own, wanted in pairs)
 
@@ -109,24 +116,19 @@ def with_updates(
     """
     symbols = backward.bound_symbols
     made = {o.name: i for i, b in enumerate(symbols) for o in b.flat_proxy_outs}
-    readers: dict[str, list[str]] = {}
-    for argument, gradient in zip(arguments, backward.output, strict=True):
-        if isinstance(gradient, TensorProxy):
-            readers.setdefault(gradient.name, []).append(argument.name)
-    # A gradient that two parameters share is copied by autograd.
-    chosen = {
-        names[0]: gradient
-        for gradient, names in readers.items()
-        if len(names) == 1 and names[0] in updates and gradient in made
-    }
-    last = _last_readers(symbols, chosen, memory)
+    chosen = _chosen(arguments, backward.output, updates, set(made))
+    # An optimizer may write to a gradient: others read its memory before, or it is copied.
+    shared = _shared(backward.output, chosen, memory, set(made))
+    watched = {name: name for name in chosen}
+    watched |= {r: name for name, g in chosen.items() if g not in shared for r in _roots(g, memory)}
+    last = _last_readers(symbols, watched, memory)
     proxies = {g.name: g for g in backward.output if isinstance(g, TensorProxy)}
     after: dict[int, list[BoundSymbol]] = {}
     for name, gradient in chosen.items():
         update = updates[name]
+        stride = None if gradient in shared else update.stride
         bound = _update.bind(
-            *(proxies[gradient], name, update.peak_bytes, update.moved_bytes, update.stride),
-            output=None,
+            *(proxies[gradient], name, update.peak_bytes, update.moved_bytes, stride), output=None
         )
         after.setdefault(max(made[gradient], last.get(name, -1)), []).append(bound)
     new = from_trace(backward)
@@ -139,18 +141,53 @@ def with_updates(
     return new
 
 
+def _roots(name: str, memory: Mapping[str, set[str]]) -> set[str]:
+    return memory.get(name, {name})
+
+
+def _chosen(
+    arguments: Sequence[Any],
+    gradients: Sequence[Any],
+    updates: Mapping[str, Update],
+    made: Collection[str],
+) -> dict[str, str]:
+    """Return the names of parameters and their gradients, which backward makes for each alone."""
+    names = [
+        (argument.name, gradient.name)
+        for argument, gradient in zip(arguments, gradients, strict=True)
+        if isinstance(gradient, TensorProxy)
+    ]
+    num_users = Counter(gradient for _, gradient in names)
+    return {n: g for n, g in names if n in updates and g in made and num_users[g] == 1}
+
+
+def _shared(
+    gradients: Sequence[Any],
+    chosen: Mapping[str, str],
+    memory: Mapping[str, set[str]],
+    made: Collection[str],
+) -> set[str]:
+    """Return the gradients whose memory others may have: further gradients, as those of a bucket, or the caller."""
+    names = {g.name for g in gradients if isinstance(g, TensorProxy)}
+    num_users = Counter(root for name in names for root in _roots(name, memory))
+    return {
+        gradient
+        for gradient in chosen.values()
+        if any(r not in made or num_users[r] > 1 for r in _roots(gradient, memory))
+    }
+
+
 def _last_readers(
-    symbols: Sequence[BoundSymbol], names: Mapping[str, str], memory: Mapping[str, set[str]]
+    symbols: Sequence[BoundSymbol], watched: Mapping[str, str], memory: Mapping[str, set[str]]
 ) -> dict[str, int]:
-    """Return the index of the last symbol that reads each parameter's memory, itself or through a view."""
+    """Return the index of the last symbol that reads what is watched, itself or through a view, for each parameter."""
     last: dict[str, int] = {}
     for index, bsym in enumerate(symbols):
         if bsym.sym is prims.python_return:
             continue
         for argument in bsym.flat_proxy_args:
-            for root in memory.get(argument.name, {argument.name}):
-                if root in names:
-                    last[root] = index
+            for root in _roots(argument.name, memory) & watched.keys():
+                last[watched[root]] = index
     return last
 
 

@@ -7,15 +7,16 @@ are gone at the end of backward.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import logging
+import weakref
+from collections.abc import Iterable
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.optim.muon import MuonByRows
@@ -26,30 +27,42 @@ from thunder_memsave.sharding.sharded_parameter import as_rows
 
 KEY = "memory.optimizer_in_backward"
 
+_SECOND = (
+    "a parameter of shape {shape} got a second gradient after its update in this step, so its weight has changed: with "
+    f"{KEY} a step is one forward, one backward and the step() of the optimizer that fabric.setup returned, of each "
+    "optimizer. Call them in turn, or leave that key out."
+)
 
-@dataclass(slots=True)
+_log = logging.getLogger(__name__)
+
+
+class Expected:
+    """A call of the module whose backward has gradients of some parameters; its node of autograd's graph holds it."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.of = frozenset(id(p) for p in parameters)
+
+
 class UpdatesInBackward:
-    """The optimizers of one strategy that update in backward."""
+    """The optimizers of one strategy that update in backward. It keeps neither them nor their parameters alive."""
 
-    _owners: dict[int, Optimizer] = field(default_factory=dict)
-    """The optimizer of each parameter, by its `id`; optimizers keep their parameters alive."""
-    _expected: Counter[int] = field(default_factory=Counter)
-    """Forwards of this step whose backward has a gradient of the parameter."""
-    _updated: set[int] = field(default_factory=set)
-    """Parameters that were updated in this step."""
-    _norms: dict[int, Tensor] = field(default_factory=dict)
-    """A place for the norm of each parameter's gradient in one tensor, zero while it has none."""
+    def __init__(self) -> None:
+        self._owners: dict[int, weakref.ref[Optimizer]] = {}
+        """The optimizer of each parameter, by its `id`, which is the parameter's as long as the optimizer lives."""
+        self._expected: weakref.WeakSet[Expected] = weakref.WeakSet()
+        self._steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
 
     @property
     def is_on(self) -> bool:
         """Whether an optimizer updates in backward."""
-        return bool(self._owners)
+        return any(owner() is not None for owner in self._owners.values())
 
     def add(self, optimizer: Optimizer) -> None:
         """Let an optimizer update in backward from now on.
 
         Raises:
-            ConfigError: it is not known that it updates each parameter by itself.
+            ConfigError: it is not known that it updates each parameter by itself, or another one has a parameter of
+                its.
         """
         refuse_updates_at_once(
             optimizer,
@@ -63,17 +76,35 @@ class UpdatesInBackward:
                 "for the end of backward; use another optimizer, strategy.sharding: none, or leave that key out.",
                 key=KEY,
             )
-        for p in _parameters([optimizer]):
-            self._owners[id(p)] = optimizer
-        self._norms.clear()
+        parameters = _parameters(optimizer)
+        if any(self._owner(p) not in (None, optimizer) for p in parameters):
+            raise ConfigError(
+                f"{KEY} is true, but two optimizers have the same parameter, so it is not known which one updates it; "
+                "give each its own, delete the first one, or leave that key out.",
+                key=KEY,
+            )
+        self._owners.update((id(p), weakref.ref(optimizer)) for p in parameters)
+        self._steps[optimizer] = _Step()
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Return whether an optimizer updates this parameter."""
+        return self._owner(parameter) is not None
 
     def owner(self, parameter: Tensor) -> Optimizer:
         """Return the optimizer of a parameter."""
-        return self._owners[id(parameter)]
+        found = self._owner(parameter)
+        assert found is not None, "it was asked whether there is one"
+        return found
 
-    def expect(self, parameters: Iterable[Tensor]) -> None:
-        """Note that a forward ran whose backward has a gradient of each of these parameters."""
-        self._expected.update(id(p) for p in parameters)
+    def _owner(self, parameter: Tensor) -> Optimizer | None:
+        owner = self._owners.get(id(parameter))
+        return None if owner is None else owner()
+
+    def expect(self, parameters: Iterable[Tensor]) -> Expected:
+        """Note a forward whose backward has a gradient of each of these parameters, as long as the result lives."""
+        expected = Expected(parameters)
+        self._expected.add(expected)
+        return expected
 
     def takes(self, parameter: Tensor) -> bool:
         """Return whether the gradient that comes now is the parameter's only one of this step.
@@ -81,51 +112,51 @@ class UpdatesInBackward:
         Raises:
             RuntimeError: it has been updated in this step already.
         """
-        if id(parameter) in self._updated:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} got a second gradient after its update in this step: "
-                f"with {KEY} a step is one forward and one backward. Call optimizer.step() after each, or leave that "
-                "key out."
+        if (owner := self._owner(parameter)) is None:
+            return False
+        if id(parameter) in self._steps[owner].updated:
+            raise RuntimeError(_SECOND.format(shape=tuple(parameter.shape)))
+        if has_hooks_before(owner):
+            _warn_once(
+                f"a hook runs before the optimizer's step, and may change gradients, so {KEY} has no effect"
             )
-        return id(parameter) in self._owners and self._expected[id(parameter)] == 1
+            return False
+        num = sum(id(parameter) in each.of for each in self._expected)
+        return num == 1
 
-    def update(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Update a parameter by its gradient, which nothing of this holds afterwards."""
+    def update(self, parameter: Tensor, gradient: Tensor, *, is_shared: bool = False) -> None:
+        """Update a parameter by its gradient, which nothing of this holds afterwards.
+
+        Args:
+            parameter: One of an optimizer's.
+            gradient: All of it, in this step.
+            is_shared: Whether its memory is not to be written to.
+        """
+        owner = self.owner(parameter)
+        step = self._steps[owner]
         # Parameters that are shards are a class of their own, which a compiled backward turns off.
         with torch._C._EnableTorchFunction(), torch.no_grad():
+            step.note_settings(owner)
             total = parameter.grad
             if total is None:
-                parameter.grad = _as_autograd(gradient, parameter)
+                parameter.grad = _as_autograd(gradient, parameter, is_shared=is_shared)
             else:
                 as_rows(total).add_(as_rows(gradient))
             del total, gradient
             try:
-                self._note_norm(parameter)
-                update_alone(self.owner(parameter), parameter)
+                norm_of_one(cast(Tensor, parameter.grad), step.places(owner)[id(parameter)])
+                update_alone(owner, parameter)
             finally:
                 parameter.grad = None
-        self._updated.add(id(parameter))
+        step.updated.add(id(parameter))
 
-    def norm(self, data_parallel: DataParallel | None) -> Tensor:
-        """Return the norm of all gradients of this step. A collective if parameters are sharded."""
-        parameters = list(_parameters(self._optimizers))
+    def norm(self, optimizer: Optimizer, data_parallel: DataParallel | None) -> Tensor:
+        """Return the norm of the gradients of an optimizer in this step. A collective if parameters are sharded."""
+        parameters, places = _parameters(optimizer), self._steps[optimizer].places(optimizer)
         for p in parameters:
             if p.grad is not None:
-                self._note_norm(p)
-        norms = self._places(parameters)
-        return norm_of_kept(parameters, [norms[id(p)] for p in parameters], data_parallel)
-
-    def unclipped_norm(
-        self, max_norm: float, *, norm_type: float, data_parallel: DataParallel | None
-    ) -> Tensor:
-        """Return the norm of order 2 of all gradients of this step, which are not to be clipped. A collective.
-
-        Raises:
-            RuntimeError: they are to be clipped, or another norm is asked for.
-        """
-        if max_norm != math.inf or norm_type != 2:
-            self.refuse_clipping()
-        return self.norm(data_parallel)
+                norm_of_one(p.grad, places[id(p)])
+        return norm_of_kept(parameters, [places[id(p)] for p in parameters], data_parallel)
 
     def refuse_clipping(self) -> None:
         """Refuse to clip gradients that were used already.
@@ -139,29 +170,93 @@ class UpdatesInBackward:
                 "clipping out (max_norm=math.inf returns their norm of order 2), or leave that key out."
             )
 
-    def end_step(self) -> None:
-        """End a step: gradients that come from now on are those of the next one."""
-        self._expected.clear()
-        self._updated.clear()
-        if self._norms:
-            next(iter(self._norms.values()))._base.zero_()  # type: ignore[union-attr]
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Check that a step's updates in backward are those of the step that is asked for now.
 
-    @property
-    def _optimizers(self) -> Sequence[Optimizer]:
-        return list({id(each): each for each in self._owners.values()}.values())
+        Raises:
+            RuntimeError: a parameter got another gradient after its update, or a setting changed since.
+        """
+        if (step := self._steps.get(optimizer)) is None or not step.updated:
+            return
+        if any(p.grad is not None for p in _parameters(optimizer) if id(p) in step.updated):
+            raise RuntimeError(
+                f"a parameter has a gradient that came after its update: with {KEY} all of it comes from one call of "
+                "the model. Compute such terms of the loss inside of the model, or leave that key out."
+            )
+        if step.settings != _settings(optimizer):
+            raise RuntimeError(
+                f"a setting of the optimizer, such as its learning rate, changed between backward and "
+                f"optimizer.step(): with {KEY} the weights were updated in backward, with the old one. Set it before "
+                "backward, or leave that key out."
+            )
 
-    def _note_norm(self, parameter: Tensor) -> None:
-        place = self._places(list(_parameters(self._optimizers)))[id(parameter)]
-        norm_of_one(cast(Tensor, parameter.grad), place)
+    def end_step(self, optimizer: Optimizer) -> None:
+        """End a step of an optimizer: gradients that come from now on are those of its next one."""
+        if (step := self._steps.get(optimizer)) is None:
+            return
+        own = {id(p) for p in _parameters(optimizer)}
+        for each in list(self._expected):
+            each.of -= own
+        step.end()
 
-    def _places(self, parameters: Sequence[nn.Parameter]) -> dict[int, Tensor]:
-        if not self._norms:
+
+class _Step:
+    """What an optimizer has done in the step that is on."""
+
+    def __init__(self) -> None:
+        self.updated: set[int] = set()
+        """Parameters that were updated."""
+        self.settings: Any = None
+        """Those of the optimizer at the first update."""
+        self._norms: dict[int, Tensor] = {}
+        """A place for the norm of each parameter's gradient in one tensor, zero while it has none."""
+
+    def note_settings(self, optimizer: Optimizer) -> None:
+        """Remember the settings of the first update."""
+        if not self.updated:
+            self.settings = _settings(optimizer)
+
+    def places(self, optimizer: Optimizer) -> dict[int, Tensor]:
+        """Return the place of each parameter's norm."""
+        parameters = _parameters(optimizer)
+        if self._norms.keys() != {id(p) for p in parameters}:  # a group was added
+            before = self._norms
             is_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
             dtype = torch.float64 if is_double else torch.float32
             whole = torch.zeros(len(parameters), dtype=dtype, device=parameters[0].device)
             # Not `whole[i]`: PyTorch looks for the device, which a plan may do without.
             self._norms = {id(p): whole.select(0, i) for i, p in enumerate(parameters)}
+            for number in before.keys() & self._norms.keys():
+                self._norms[number].copy_(before[number])
         return self._norms
+
+    def end(self) -> None:
+        """Begin anew."""
+        self.updated.clear()
+        self.settings = None
+        if self._norms:
+            next(iter(self._norms.values()))._base.zero_()  # type: ignore[union-attr]
+
+
+def has_hooks_before(optimizer: Optimizer) -> bool:
+    """Return whether a hook runs before the optimizer's step."""
+    own = optimizer._optimizer_step_pre_hooks
+    return bool(own or _global_optimizer_pre_hooks)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
+
+
+def _settings(optimizer: Optimizer) -> list[Any]:
+    """Return the settings of all groups; of a tensor which one it is and its version, so that nothing waits for it."""
+    return [
+        (name, (id(value), value._version) if isinstance(value, Tensor) else value)
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params"
+    ]
 
 
 def update_alone(optimizer: Optimizer, parameter: Tensor) -> None:
@@ -173,14 +268,18 @@ def update_alone(optimizer: Optimizer, parameter: Tensor) -> None:
         update(optimizer)
 
 
-def _parameters(optimizers: Iterable[Optimizer]) -> Iterable[nn.Parameter]:
-    return (p for each in optimizers for group in each.param_groups for p in group["params"])
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _as_autograd(gradient: Tensor, parameter: Tensor) -> Tensor:
+def _as_autograd(gradient: Tensor, parameter: Tensor, *, is_shared: bool) -> Tensor:
     """Return the gradient as autograd stores it: with the parameter's strides, which kernels of optimizers count on."""
     rows = as_rows(parameter)
     pairs = zip(rows.shape, gradient.stride(), rows.stride(), strict=True)
-    if not rows.numel() or all(own == wanted or n == 1 for n, own, wanted in pairs):
+    is_alike = not rows.numel() or all(own == wanted or n == 1 for n, own, wanted in pairs)
+    if is_alike and not is_shared:
         return gradient.detach()
-    return torch.empty_like(rows).copy_(gradient)
+    # As the parameter: one in a bucket of ranks is not dense.
+    return torch.empty_strided(
+        rows.shape, rows.stride(), dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)

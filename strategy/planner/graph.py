@@ -20,6 +20,9 @@ _PRECISION = 2e-6
 FETCH = "fetch_weight"
 """Name in traces of the operation that copies a frozen weight from the host."""
 
+UPDATE = "update_parameter"
+"""Name in traces of the operation that updates a weight in backward."""
+
 StorageKind = Literal[
     "parameter",  # a parameter, or this rank's shard of it
     "host",  # a parameter that stays on the host, with no bytes of the device

@@ -94,7 +94,9 @@ def global_norm(
 
 def norm_of_one(gradient: Tensor, place: Tensor) -> None:
     """Write the norm of a gradient, or of its rows on this rank, to `place`, a number in float32 or float64."""
-    torch.linalg.vector_norm(as_rows(gradient), dtype=place.dtype, out=place)
+    rows = as_rows(gradient)
+    numbers = torch.view_as_real(rows) if rows.is_complex() else rows
+    torch.linalg.vector_norm(numbers, dtype=place.dtype, out=place)
 
 
 def norm_of_kept(

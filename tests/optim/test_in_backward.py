@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from harness.rank_memory import letting_go
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.ops.updated_parameters import updated_names
 from thunder_memsave.settings.problems import ConfigError
+from thunder_memsave.sharding.gradients import norm_of_one
 from thunder_memsave.sharding.sharded_parameter import as_rows
 
 WIDTH, NUM_ROWS, NUM_STEPS = 32, 8, 3
@@ -118,11 +120,12 @@ def test_losses_weights_and_states_have_the_same_bits(name: str) -> None:
         {"memory": {"policy": "recompute_all"}},
         {"fusion": True},
         {"precision": "bf16-mixed"},
+        {"fusion": True, "precision": "bf16-mixed", "memory": {"policy": "recompute_all"}},
         {"precision": "bf16-true"},
         {"memory": {"offload": "optimizer"}},
         {"fp8": {"skip_modules": ["head"]}},
     ],
-    ids=["recompute", "fusion", "bf16-mixed", "bf16-true", "states on the host", "fp8"],
+    ids=["recompute", "fusion", "bf16-mixed", "all", "bf16-true", "states on the host", "fp8"],
 )
 def test_the_same_bits_beside_other_features(arguments: dict[str, Any]) -> None:
     name = "int8 states" if "offload" in str(arguments) else "adamw"
@@ -248,6 +251,205 @@ def test_a_hook_gets_its_gradient_and_the_step_updates_its_weight() -> None:
         if in_backward:
             assert run.num_updated == run.num_trained - 1
     assert all(map(torch.equal, *results))
+
+
+class Linear(nn.Module):
+    """A layer that runs twice, and a parameter whose gradient is that of a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.position = nn.Parameter(torch.zeros(NUM_ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x) + self.position)).square().mean()
+
+
+class SharedMemory(Linear):
+    """Reads its weight's memory through a buffer, in backward after the weight itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("same", self.layer.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh((x + self.position) @ self.same)).square().mean()
+
+
+class TwoCaptures(Linear):
+    """Two parameters share a gradient in calls of one kind alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros(NUM_ROWS, WIDTH))
+
+    def forward(self, x: Tensor, with_other: bool = False) -> Tensor:
+        if with_other:
+            return (self.position + self.other + x).square().mean()
+        return super().forward(x)
+
+
+Steps = Callable[[Fabric, Any, Any, Tensor], None]
+
+
+def plain(fabric: Fabric, model: Any, optimizer: Any, x: Tensor) -> None:
+    fabric.backward(model(x))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def of_two_captures(fabric: Fabric, model: Any, optimizer: Any, x: Tensor) -> None:
+    fabric.backward(model(x) + model(x, True))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def with_evaluation(fabric: Fabric, model: Any, optimizer: Any, x: Tensor) -> None:
+    model(x).item()  # with a graph that nobody differentiates
+    plain(fabric, model, optimizer, x)
+
+
+def with_hook_before(fabric: Fabric, model: Any, optimizer: Any, x: Tensor) -> None:
+    def halved(of: Optimizer, *_: Any) -> None:
+        for p in of.param_groups[0]["params"]:
+            p.grad.mul_(0.5)
+
+    handle = optimizer.optimizer.register_step_pre_hook(halved)
+    plain(fabric, model, optimizer, x)
+    handle.remove()
+
+
+def nesterov(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Write to gradients."""
+    return SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "step"),
+    [
+        (SharedMemory, OPTIMIZERS["sgd"], plain),
+        (Linear, nesterov, plain),
+        (TwoCaptures, OPTIMIZERS["adamw"], of_two_captures),
+        (Linear, OPTIMIZERS["adamw"], with_evaluation),
+        (Linear, OPTIMIZERS["adamw"], with_hook_before),
+    ],
+    ids=[
+        "memory of a buffer",
+        "a gradient that the optimizer writes to",
+        "two captures",
+        "a graph without backward",
+        "a hook before the step",
+    ],
+)
+def test_odd_steps_have_the_same_bits(kind: type[Linear], make: Make, step: Steps) -> None:
+    weights = []
+    for in_backward in (False, True):
+        fabric = make_fabric(memory={"optimizer_in_backward": in_backward})
+        torch.manual_seed(0)
+        net, x = kind(), torch.randn(NUM_ROWS, WIDTH)
+        model, optimizer = fabric.setup(net, make(net.parameters()))
+        for _ in range(NUM_STEPS):
+            step(fabric, model, optimizer, x)
+        weights.append([p.detach().clone() for p in net.parameters()])
+    assert all(map(torch.equal, *weights))
+
+
+def outside_of_the_model(run: Run) -> None:
+    loss = run.model(batch(0)) + 0.1 * run.net.scale.square()
+    run.fabric.backward(loss)
+    run.optimizer.step()
+
+
+def new_learning_rate(run: Run) -> None:
+    run.backward(0)
+    run.optimizer.param_groups[0]["lr"] = 0.05
+    run.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (outside_of_the_model, "a gradient that came after its update"),
+        (new_learning_rate, "such as its learning rate, changed between backward and"),
+    ],
+)
+def test_steps_that_would_be_wrong_are_errors(step: Callable[[Run], None], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        step(Run(OPTIMIZERS["adamw"], in_backward=True))
+
+
+def test_an_optimizer_that_does_not_step_is_noticed() -> None:
+    """As in a generative adversarial network, whose discriminator would be trained by the generator's loss."""
+    fabric = make_fabric(memory={"optimizer_in_backward": True})
+    models, optimizers = zip(
+        *(fabric.setup(net, SGD(net.parameters(), lr=0.1)) for net in (Linear(), Linear())),
+        strict=True,
+    )
+    x = torch.randn(NUM_ROWS, WIDTH)
+    fabric.backward(models[0](x) + models[1](x))
+    optimizers[0].step()
+    loss = models[0](x) + models[1](x)
+    with pytest.raises(RuntimeError, match="got a second gradient after its update"):
+        fabric.backward(loss)
+
+
+def test_each_optimizer_has_its_norm() -> None:
+    norms = []
+    for in_backward in (False, True):
+        fabric = make_fabric(memory={"optimizer_in_backward": in_backward})
+        torch.manual_seed(0)
+        net = Linear()
+        model = fabric.setup(net)
+        parts = (net.layer.parameters(), [net.position])
+        optimizers = [fabric.setup_optimizers(SGD(part, lr=0.1)) for part in parts]
+        fabric.backward(model(torch.randn(NUM_ROWS, WIDTH)))
+        for optimizer in optimizers:
+            norm = fabric.clip_gradients(model, optimizer, max_norm=math.inf)
+            norms.append(norm)
+            optimizer.step()
+    torch.testing.assert_close(norms[2:], norms[:2], rtol=1e-6, atol=0)
+    assert norms[0] != norms[1]
+
+
+def test_a_norm_that_is_not_finite_is_an_error_as_ever() -> None:
+    run = Run(OPTIMIZERS["sgd"], in_backward=True)
+    run.net.scale.data.fill_(math.nan)
+    run.backward(0)
+    with pytest.raises(RuntimeError, match="the weights were updated by them"):
+        run.fabric.clip_gradients(run.model, run.optimizer, max_norm=math.inf)
+
+
+def test_parameters_of_no_optimizer_keep_their_gradients() -> None:
+    fabric = make_fabric(memory={"optimizer_in_backward": True})
+    net = Wide()
+    weights = [p for p in net.parameters() if p.dim() == 2]
+    model, optimizer = fabric.setup(net, AdamW(weights[1:], fused=True))
+    x = torch.randn(4, 96)
+    fabric.backward(model(x))
+    assert {n for n, p in net.named_parameters() if p.grad is not None} == {
+        n for n, p in net.named_parameters() if p.dim() == 1 or p is weights[0]
+    }
+    optimizer.add_param_group({"params": [weights[0]]})
+    norm = fabric.clip_gradients(model, optimizer, max_norm=math.inf)
+    assert torch.isfinite(norm)
+
+
+def test_two_optimizers_of_one_parameter_are_refused_while_both_live() -> None:
+    fabric = make_fabric(memory={"optimizer_in_backward": True})
+    net = Linear()
+    first = fabric.setup_optimizers(SGD(net.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="two optimizers have the same parameter"):
+        fabric.setup_optimizers(SGD(net.parameters(), lr=0.1))
+    del first
+    gc.collect()
+    fabric.setup_optimizers(SGD(net.parameters(), lr=0.1))
+
+
+def test_complex_parameters_have_a_norm() -> None:
+    gradient = torch.tensor([3 + 4j, 12j])
+    place = torch.zeros(())
+    norm_of_one(gradient, place)
+    assert place == 13
 
 
 def test_an_optimizer_of_all_parameters_at_once_is_refused() -> None:

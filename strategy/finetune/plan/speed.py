@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from thunder_memsave.planner.graph import UPDATE
 from thunder_memsave.planner.offload.engines import CopyRates
 from thunder_memsave.planner.report.step_work import sustained_us
 
@@ -17,8 +18,9 @@ def micro_batch_us(made: RunPlan) -> float:
     Kernels run at the rates that they usually sustain, one after the other. What waits for copies of activations
     counts, and so does the part of one micro-batch in the copies of an optimizer's states that are on the host.
     """
-    steps = (step for step in made.call.program.steps if step.op.repeat != "free")
-    computing_us = sum(sustained_us(step.op, made.device) for step in steps)
+    ops = (step.op for step in made.call.program.steps)
+    own = (op for op in ops if op.repeat != "free" and op.symbol != UPDATE)
+    computing_us = sum(sustained_us(op, made.device) for op in own)
     return computing_us + waits_us(made)
 
 

@@ -185,7 +185,10 @@ class LRSchedulerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardsConfig(Section):
-    """The handling of a step with a bad loss or bad gradients. No weight is updated; all ranks decide alike."""
+    """The handling of a step with a bad loss or bad gradients. All ranks decide alike.
+
+    No weight is updated, unless `memory.optimizer_in_backward` has done so before.
+    """
 
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """For a loss or a gradient that is infinite or NaN on any rank: `stop` ends the run, `skip` leaves

@@ -289,6 +289,7 @@ class _Loop:
             norm=norm,
             step=self.step,
             lr=self.optimizer.param_groups[0]["lr"],
+            is_of_backward=self._updates_in_backward,
             metrics=measured,
             sums=sums,
             measured=partial(plan.objective.measured, weight=float(work.weight)),
@@ -328,6 +329,12 @@ class _Loop:
                 *(step + 1, self.step, last - first + 1, first + 1, last + 1),
             )
         self._start()
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        strategy = self.fabric.strategy
+        is_ours = isinstance(strategy, ThunderMemsaveStrategy)
+        return is_ours and strategy.config.memory.optimizer_in_backward
 
     @property
     def _steps_per_epoch(self) -> int:

@@ -41,6 +41,9 @@ class Unread:
     measured: Callable[[Sequence[float]], Mapping[str, float]]
     """Makes metrics of these sums."""
 
+    is_of_backward: bool
+    """Whether backward has updated the weights."""
+
     metrics: dict[str, Any]
     """The metrics that the step's callbacks get: loss and norm are these tensors until they are read, then numbers."""
 
@@ -54,6 +57,7 @@ class Unread:
         norm: Tensor,
         step: int,
         lr: float,
+        is_of_backward: bool = False,
         metrics: Mapping[str, float],
         sums: Tensor | None = None,
         measured: Callable[[Sequence[float]], Mapping[str, float]] = lambda sums: {},
@@ -67,6 +71,7 @@ class Unread:
             norm: Norm of the gradients.
             step: Finished steps before it.
             lr: Its learning rate.
+            is_of_backward: Whether backward has updated the weights.
             metrics: The step's other metrics.
             sums: What this rank's batches sum up to beside the loss.
             measured: Makes metrics of the ranks' sums.
@@ -80,6 +85,7 @@ class Unread:
         return cls(
             step=step,
             lr=lr,
+            is_of_backward=is_of_backward,
             loss=loss,
             norm=norm,
             num_not_finite=num_not_finite,
@@ -93,11 +99,17 @@ class Unread:
         """Whether loss or gradients are not finite on any rank: 1 or 0 in float32, on the device."""
         return (~torch.isfinite(self.loss) | (self.num_not_finite > 0)).float()
 
+    @property
+    def _what_became_of_it(self) -> str:
+        if self.is_of_backward:
+            return "has updated weights (memory.optimizer_in_backward), which are not saved"
+        return "was not taken"
+
     def refusal(self, reason: str) -> str:
-        """Return a message that says why the step was not taken."""
+        """Return a message that says why the step was not taken, or is not saved where backward took it."""
         return (
-            f"step {self.step + 1} was not taken: {reason}; lower the learning rate (optimizer.init_args.lr; it was "
-            f"{self.lr:.3g} in this step), or check the data."
+            f"step {self.step + 1} {self._what_became_of_it}: {reason}; lower the learning rate "
+            f"(optimizer.init_args.lr; it was {self.lr:.3g} in this step), or check the data."
         )
 
 
