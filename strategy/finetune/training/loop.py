@@ -333,8 +333,9 @@ class _Loop:
     @property
     def _updates_in_backward(self) -> bool:
         strategy = self.fabric.strategy
-        is_ours = isinstance(strategy, ThunderMemsaveStrategy)
-        return is_ours and strategy.config.memory.optimizer_in_backward
+        if not isinstance(strategy, ThunderMemsaveStrategy):
+            return False
+        return strategy.config.memory.optimizer_in_backward
 
     @property
     def _steps_per_epoch(self) -> int:
