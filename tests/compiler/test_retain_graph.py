@@ -116,7 +116,8 @@ def test_a_backward_after_an_optimizer_step_says_to_run_forward_again() -> None:
     with pytest.raises(
         RuntimeError,
         match=r"(?s)modified by an inplace operation.* an optimizer step \(with new scales of fp8\), by the backward "
-        r"before \(memory.optimizer_in_backward\), or a write to a parameter, a result or an argument .*Run the forward again",
+        r"before \(memory.optimizer_in_backward\), or a write to a parameter, a result or an argument .*"
+        r"Run the forward again",
     ) as error:
         loss.backward()
     assert "retain_graph" not in str(error.value)
