@@ -270,6 +270,7 @@ class SharedMemory(Linear):
 
     def __init__(self) -> None:
         super().__init__()
+        self.same: Tensor
         self.register_buffer("same", self.layer.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -401,7 +402,7 @@ def test_each_optimizer_has_its_norm() -> None:
         net = Linear()
         model = fabric.setup(net)
         parts = (net.layer.parameters(), [net.position])
-        optimizers = [fabric.setup_optimizers(SGD(part, lr=0.1)) for part in parts]
+        optimizers: list[Any] = [fabric.setup_optimizers(SGD(p, lr=0.1)) for p in parts]
         fabric.backward(model(torch.randn(NUM_ROWS, WIDTH)))
         for optimizer in optimizers:
             norm = fabric.clip_gradients(model, optimizer, max_norm=math.inf)
@@ -431,6 +432,7 @@ def test_parameters_of_no_optimizer_keep_their_gradients() -> None:
     }
     optimizer.add_param_group({"params": [weights[0]]})
     norm = fabric.clip_gradients(model, optimizer, max_norm=math.inf)
+    assert norm is not None
     assert torch.isfinite(norm)
 
 
