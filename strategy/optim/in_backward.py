@@ -144,7 +144,7 @@ class UpdatesInBackward:
                 as_rows(total).add_(as_rows(gradient))
             del total, gradient
             try:
-                norm_of_one(cast(Tensor, parameter.grad), step.places(owner)[id(parameter)])
+                norm_of_one(cast(Tensor, parameter.grad), step.place(owner, parameter))
                 update_alone(owner, parameter)
             finally:
                 parameter.grad = None
@@ -215,6 +215,11 @@ class _Step:
         """Remember the settings of the first update."""
         if not self.updated:
             self.settings = _settings(optimizer)
+
+    def place(self, optimizer: Optimizer, parameter: Tensor) -> Tensor:
+        """Return the place of one parameter's norm."""
+        known = self._norms.get(id(parameter))
+        return self.places(optimizer)[id(parameter)] if known is None else known
 
     def places(self, optimizer: Optimizer) -> dict[int, Tensor]:
         """Return the place of each parameter's norm."""

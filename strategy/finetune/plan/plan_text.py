@@ -120,9 +120,26 @@ def _verdict(made: RunPlan, config: RunConfig) -> str:
         return f"it fits: {peak} of {budget}."
     return (
         f"it does not fit: the budget is {budget}, and the smallest for which a plan was found is "
-        f"{in_units(made.smallest_bytes)}; the tables above are for {peak}. A smaller train.micro_batch_size or "
-        "data.max_seq_length needs less, and so do more ranks with strategy.sharding zero3."
+        f"{in_units(made.smallest_bytes)}; the tables above are for {peak}. {_what_needs_less(made, config)}"
     )
+
+
+def _what_needs_less(made: RunPlan, config: RunConfig) -> str:
+    """Say which settings lower the peak: at the optimizer's update there are no activations."""
+    profile = made.call.profile
+    if profile.peak_bytes > profile.update_peak_bytes:
+        return (
+            "A smaller train.micro_batch_size or data.max_seq_length needs less, and so do more ranks with "
+            "strategy.sharding zero3."
+        )
+    less = "more ranks with strategy.sharding zero3, or optimizer.states in fewer bits"
+    gradients = in_units(profile.peak_bytes_by_kind.get("gradient", 0))
+    if not config.memory.optimizer_in_backward and made.num_micro_batches == 1:
+        less += (
+            ", or, without clipping (train.max_grad_norm: null), memory.optimizer_in_backward, which frees "
+            f"{gradients} of gradients one by one"
+        )
+    return f"The peak is that of the optimizer's update, which fewer tokens do not lower. What needs less: {less}."
 
 
 def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:

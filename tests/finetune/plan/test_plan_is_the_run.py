@@ -82,6 +82,25 @@ def test_on_two_ranks(sharding: str, one_layer: Path, tmp_path: Path) -> None:
     assert 0 <= trained_bytes(tmp_path) - found <= ENDS
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_peak_of_the_update_names_what_lowers_it(
+    is_asked: bool, one_layer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = {"global_batch_size": 1, "micro_batch_size": 1, "max_steps": 1, "max_grad_norm": None}
+    memory = {"optimizer_in_backward": is_asked}
+    data = {"max_seq_length": 4}
+    # Which holds a copy of all weights, and more.
+    optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-3, "foreach": True}}
+    sections = {"train": train, "lora": None, "memory": memory, "data": data}
+    file = written(tmp_path, one_layer, optimizer=optimizer, **sections)
+    asked = ["plan", file, "--device=cpu", "--memory.budget=1KiB"]
+    assert main(asked) == DOES_NOT_FIT
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "does not fit:" in each)
+    assert ("which fewer tokens do not lower" in line) is not is_asked
+    assert ("memory.optimizer_in_backward, which frees " in line) is not is_asked
+    assert ("A smaller train.micro_batch_size" in line) is is_asked
+
+
 def test_states_that_go_to_the_host_where_nothing_fits_without(
     one_layer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
