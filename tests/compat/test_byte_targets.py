@@ -28,7 +28,7 @@ def test_canary_pytorchs_rule_refuses_bytes() -> None:
         byte_targets.apply()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_derivatives_in_forward_mode_can_compile_the_rule() -> None:
     """`torch.func.jvp` does, the first time that a process calls it, whatever it differentiates."""
     scores, target = torch.randn(3, 5).log_softmax(1), torch.tensor([0, 4, 1])
