@@ -34,5 +34,15 @@ def skip_repeated_copies(graph: fx.Graph) -> None:
         lies_alike = before.stride() == after.stride()
         for user in list(node.users):
             is_written = user.target in _SCATTERS and user.args[0] is not node
-            if is_written or (lies_alike and reads_numbers_alone(user)):
+            if is_written or (lies_alike and _reads_numbers(user)):
                 user.replace_input_with(node, source)
+
+
+def _reads_numbers(node: fx.Node) -> bool:
+    """Tell whether a node reads nothing but numbers of what it gets, be it through an alias: torch 2.15 makes some.
+
+    An alias that nothing reads may be what is written to an operand.
+    """
+    if node.target is torch.ops.aten.alias.default:
+        return bool(node.users) and all(map(_reads_numbers, node.users))
+    return reads_numbers_alone(node)

@@ -144,6 +144,15 @@ def keeps_rounding(device_type: str) -> bool:
     return device_type != "cpu" or Version(torch.__version__).release >= (2, 13)
 
 
+@cache
+def rounds_factors() -> bool:
+    """Return whether a number that a tensor of 16 bits is multiplied or divided by is rounded to them, as 2.15 does.
+
+    2.14 was not tried, and is taken to do so too.
+    """
+    return Version(torch.__version__).release >= (2, 14)
+
+
 def describe() -> str:
     """Describe what decides, beside the graph, which kernel is made."""
     return f"torch {torch.__version__} {sorted(_OPTIONS.items())}"

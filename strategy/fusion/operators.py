@@ -57,6 +57,8 @@ ROUNDING_NUMBERS: frozenset[OpOverload] = frozenset(
 )
 """PyTorch's own kernels round a number to the dtype of their tensor, those of sums on a CPU alone; inductor's do not,
 those of comparisons before PyTorch 2.13."""
+_FACTORS: frozenset[OpOverload] = frozenset({_aten.mul.Tensor, _aten.div.Tensor})
+"""PyTorch's own kernels take such a number as it is; inductor's, of some versions, round it."""
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool})
 
@@ -118,7 +120,8 @@ def _is_exact(bsym: BoundSymbol, operator: OpOverload | None) -> bool:
         p.device.type == "cuda" for p in bsym.flat_proxy_outs
     ):
         return False
-    return operator not in ROUNDING_NUMBERS or _rounds_no_number(bsym)
+    rounding = ROUNDING_NUMBERS | (_FACTORS if inductor.rounds_factors() else frozenset())
+    return operator not in rounding or _rounds_no_number(bsym)
 
 
 def _is_function(bsym: BoundSymbol, operator: OpOverload | None) -> bool:

@@ -89,7 +89,10 @@ def test_writes_to_what_needs_no_gradient_are_new_values() -> None:
     operands = [operand(3, 4), operand(4, trained=False)]
     joint = traced(function, *operands)
     ((index, value),) = joint.writes
-    assert (index, value.target) == (1, torch.ops.aten.lerp.Scalar)
+    written: Any = value
+    while written.target is torch.ops.aten.alias.default:  # torch 2.15
+        written = written.args[0]
+    assert (index, written.target) == (1, torch.ops.aten.lerp.Scalar)
     assert not joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
 
 

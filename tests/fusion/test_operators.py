@@ -18,6 +18,10 @@ from thunder_memsave.fusion.operators import EXACT, EXACT_ON_CUDA
 aten = torch.ops.aten
 
 
+FACTOR, DIVISOR = (0.375, 7.0) if inductor.rounds_factors() else (0.3, 7.1)
+"""Numbers of 16 bits, where others are rounded to them."""
+
+
 def results(x: Tensor, y: Tensor) -> list[Tensor]:
     """Every operator that fuses, and chains that a compiler may contract or keep in more bits."""
     mask = aten.gt.Scalar(x, 0.1)
@@ -27,7 +31,7 @@ def results(x: Tensor, y: Tensor) -> list[Tensor]:
         aten.add.Tensor(x, 1e-6),
         aten.sub.Tensor(x, y),
         aten.mul.Tensor(x, y),
-        aten.mul.Tensor(x, 0.3),
+        aten.mul.Tensor(x, FACTOR),
         aten.div.Tensor(x, y),
         aten.div.Tensor(x, 3.0),
         aten.neg.default(x),
@@ -68,8 +72,8 @@ def between(x: Tensor, y: Tensor, mask: Tensor, other: Tensor) -> list[Tensor]:
         aten.relu.default(product),
         aten.threshold_backward.default(product, y, 0),
         aten.div.Tensor(x, y),
-        aten.div.Tensor(x, 7.1),
-        aten.mul.Tensor(x, 0.3),
+        aten.div.Tensor(x, DIVISOR),
+        aten.mul.Tensor(x, FACTOR),
         aten.neg.default(product),
         aten.abs.default(product),
         aten.clone.default(product),
@@ -115,7 +119,7 @@ def test_numbers_among_the_operands_have_the_bits_for_every_number_of_16_bits(
         mask = aten.gt.Scalar(x, 0.5)
         return [
             *(aten.add.Tensor(x, 0.5), aten.sub.Tensor(x, 2.0**-20)),
-            *(aten.mul.Tensor(x, 0.3), aten.div.Tensor(x, 7.1)),
+            *(aten.mul.Tensor(x, FACTOR), aten.div.Tensor(x, DIVISOR)),
             *(aten.masked_fill.Scalar(x, mask, -3.1), aten.threshold_backward.default(x, x, 0.5)),
             aten.native_dropout_backward.default(x, mask, 1.1111),
             *(aten.eq.Scalar(x, 0.5), aten.ne.Scalar(x, 0.5), aten.ge.Scalar(x, 0.5)),
@@ -145,7 +149,8 @@ def test_a_number_that_16_bits_round_does_not_fuse() -> None:
     assert not operators._is_exact(symbol(0.1, dtype=sixteen), aten.add.Tensor)
     assert operators._is_exact(symbol(0.5, dtype=sixteen), aten.add.Tensor)
     assert not operators._is_exact(symbol(0.1, dtype=sixteen), aten.gt.Scalar)
-    assert operators._is_exact(symbol(0.1, dtype=sixteen), aten.mul.Tensor)
+    is_exact = operators._is_exact(symbol(0.1, dtype=sixteen), aten.mul.Tensor)
+    assert is_exact is not inductor.rounds_factors()
     assert not operators._is_exact(symbol(1.0, alpha=2), aten.add.Tensor)
 
 
@@ -154,3 +159,23 @@ def test_quotients_on_cuda_do_not_fuse() -> None:
     assert operators._is_exact(symbol(3.0), aten.div.Tensor)
     assert not operators._is_exact(symbol(3.0, device="cuda"), aten.div.Tensor)
     assert operators._is_exact(symbol(3.0, device="cuda"), aten.mul.Tensor)
+
+
+def test_factors_fuse_as_far_as_inductor_does_not_round_them() -> None:
+    if (reason := inductor.why_unavailable("cpu")) is not None:
+        pytest.skip(reason)
+    if not inductor.keeps_rounding("cpu"):
+        pytest.skip(
+            "this PyTorch's inductor does not round to 16 bits, so nothing of 16 bits fuses"
+        )
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+    def scaled(x: Tensor) -> list[Tensor]:
+        return [aten.mul.Tensor(x, 0.3), aten.div.Tensor(x, 7.1)]
+
+    with torch.no_grad(), inductor.options():
+        graph = make_fx(scaled, tracing_mode="fake")(x)
+        found = inductor.compile_graph(graph, [x])(x)
+    for ours, theirs in zip(found, scaled(x), strict=True):
+        is_same = bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all())
+        assert is_same is not inductor.rounds_factors(), "the rule of `rounds_factors`"
