@@ -163,7 +163,7 @@ class Attempt:
     added: frozenset[str] = frozenset()
     """Names of the arguments to whose gradients backward adds new ones itself."""
     updated: Mapping[str, Update] = field(default_factory=dict)
-    """What each update takes that backward makes itself, by the argument's name."""
+    """The updates that backward makes itself, by the argument's name."""
     device: Device | None = None
     """The device whose rates say how long copies to the host take; None: plans have none."""
     way: Way = field(default_factory=Way)
@@ -183,10 +183,8 @@ class Attempt:
         offload: OffloadTerms | None = None,
     ) -> Attempt:
         """Extract the graph of a call's joint trace."""
-        added, updated = (
-            adding(memory, arguments),
-            updating(memory, traces.joint, arguments),
-        )
+        added = adding(memory, arguments)
+        updated = updating(memory, traces.joint, arguments)
         graph = training_graph(
             traces.joint,
             kinds=arguments.kinds,

@@ -24,6 +24,7 @@ from thunder_memsave.budget.extract import (
 from thunder_memsave.measure.layouts import Layout, Value, contiguous
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.measure.used_gradients import uses_gradient
+from thunder_memsave.ops.added_gradients import lies_alike
 from thunder_memsave.ops.families.collectives import is_wait
 from thunder_memsave.ops.host_copies.symbols import waits_for_copy
 from thunder_memsave.passes.symbols import (
@@ -136,8 +137,7 @@ class _Running:
     def _can_be_taken(self, value: Value, like: Layout) -> bool:
         if ".caller" in self._names.get(value.storage, ()) or value.storage in self._values.inputs:
             return False
-        strides = zip(value.layout.shape, value.layout.stride, like.stride, strict=True)
-        return all(ours == theirs for length, ours, theirs in strides if length != 1)
+        return lies_alike(value.layout.shape, value.layout.stride, like.stride)
 
     def _copy_gradient(self, name: str, value: Value, like: Layout) -> None:
         nbytes = numel_of(like) * like.dtype.itemsize

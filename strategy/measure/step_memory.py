@@ -119,7 +119,7 @@ class _Update:
         self._parameters: dict[int, nn.Parameter] = {}
         self._num_runs: Counter[Hashable] = Counter()
         self._replayed: dict[Hashable, tuple[Sequence[int], int]] = {}
-        """What updates of equal keys allocate, and their peak above their start."""
+        """Allocations of updates, and their peak above their start, by the keys of equal ones."""
         with self._fake:
             self._optimizers = [self._copied(o) for o in optimizers]
         fakes = list(self._parameters.values())

@@ -27,7 +27,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
-from thunder_memsave.ops.running_backward import running_backward
+from thunder_memsave.ops.running_backward import RunningBackward, running_backward
 from thunder_memsave.sharding.sharded_parameter import as_rows
 
 _executor = OperatorExecutor("thunder_memsave_added_gradients", version="0")
@@ -40,14 +40,24 @@ def is_watched(parameter: Tensor) -> bool:
     return any(hooks)
 
 
+def lies_alike(shape: Sequence[int], stride: Sequence[int], like: Sequence[int]) -> bool:
+    """Return whether a gradient has its parameter's strides, so that autograd stores it as it is."""
+    pairs = zip(shape, stride, like, strict=True)
+    return all(own == wanted for length, own, wanted in pairs if length != 1)
+
+
+def only_accumulates(backward: RunningBackward, name: str) -> bool:
+    """Return whether autograd would do nothing with the gradient of a parameter but add it to `.grad`."""
+    return name in backward.accumulating and not is_watched(backward.parameters[name])
+
+
 def _add_gradient(grad: Tensor, name: str) -> None:
     backward = running_backward()
     parameter = backward.parameters.get(name)
     if parameter is None:  # not reached by what is differentiated
         return
     total = parameter.grad
-    is_added = name in backward.accumulating and not is_watched(parameter)
-    if total is None or not is_added:
+    if total is None or not only_accumulates(backward, name):
         backward.given[name] = grad
     else:
         as_rows(total).add_(grad)
@@ -97,7 +107,7 @@ def _adding(
     taken = {name for names in returned.values() for name in names}
     for bsym in symbols:
         if bsym.sym is prims.python_return:
-            yield _returning_others(bsym, taken, arguments)
+            yield returning_others(bsym, taken, arguments)
             continue
         yield bsym
         for out in bsym.flat_proxy_outs:
@@ -105,9 +115,10 @@ def _adding(
                 yield _add.bind(out, name, output=None)
 
 
-def _returning_others(
+def returning_others(
     bsym: BoundSymbol, taken: Collection[str], arguments: Sequence[Any]
 ) -> BoundSymbol:
+    """Return the return of a backward without the gradients of the arguments that are taken."""
     (gradients,) = bsym.args
     others = tuple(
         None if isinstance(argument, Proxy) and argument.name in taken else gradient

@@ -28,7 +28,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
-from thunder_memsave.ops.added_gradients import is_watched
+from thunder_memsave.ops.added_gradients import lies_alike, only_accumulates, returning_others
 from thunder_memsave.ops.running_backward import running_backward
 from thunder_memsave.planner.graph import UPDATE
 
@@ -56,8 +56,7 @@ def _update_parameter(
     if parameter is None:  # not reached by what is differentiated
         return
     updates = backward.updates
-    is_alone = name in backward.accumulating and not is_watched(parameter)
-    if updates is None or not is_alone or not updates.takes(parameter):
+    if updates is None or not (only_accumulates(backward, name) and updates.takes(parameter)):
         backward.given[name] = grad
     else:
         updates.update(parameter, grad, is_shared=stride is None)
@@ -96,8 +95,7 @@ def is_copied(shape: Sequence[int], stride: Sequence[int], update: Update) -> bo
     """Return whether a gradient of this layout is copied before the update, to have the parameter's strides."""
     if update.stride is None or not math.prod(shape):
         return update.stride is None
-    pairs = zip(shape, stride, update.stride, strict=True)
-    return any(length != 1 and own != wanted for length, own, wanted in pairs)
+    return not lies_alike(shape, stride, update.stride)
 
 
 def with_updates(
@@ -116,9 +114,9 @@ def with_updates(
     """
     symbols = backward.bound_symbols
     made = {o.name: i for i, b in enumerate(symbols) for o in b.flat_proxy_outs}
-    chosen = _chosen(arguments, backward.output, updates, set(made))
+    chosen = _chosen(arguments, backward.output, updates, made)
     # An optimizer may write to a gradient: others read its memory before, or it is copied.
-    shared = _shared(backward.output, chosen, memory, set(made))
+    shared = _shared(backward.output, chosen, memory, made)
     watched = {name: name for name in chosen}
     watched |= {r: name for name, g in chosen.items() if g not in shared for r in _roots(g, memory)}
     last = _last_readers(symbols, watched, memory)
@@ -135,7 +133,7 @@ def with_updates(
     new.bound_symbols = []
     for index, bsym in enumerate(symbols):
         is_return = bsym.sym is prims.python_return
-        new.bound_symbols.append(_without(bsym, arguments, chosen) if is_return else bsym)
+        new.bound_symbols.append(returning_others(bsym, chosen, arguments) if is_return else bsym)
         new.bound_symbols.extend(after.get(index, ()))
     new.set_provenance(TraceProvenance("Pass update_parameters"))
     return new
@@ -189,13 +187,3 @@ def _last_readers(
             for root in _roots(argument.name, memory) & watched.keys():
                 last[watched[root]] = index
     return last
-
-
-def _without(bsym: BoundSymbol, arguments: Sequence[Any], names: Mapping[str, str]) -> BoundSymbol:
-    """Return the return of a backward without the gradients of these arguments."""
-    (gradients,) = bsym.args
-    others = tuple(
-        None if getattr(argument, "name", None) in names else gradient
-        for argument, gradient in zip(arguments, gradients, strict=True)
-    )
-    return bsym.from_bsym(args=(others,))

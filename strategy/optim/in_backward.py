@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.ops.added_gradients import lies_alike
 from thunder_memsave.optim.muon import MuonByRows
 from thunder_memsave.optim.one_by_one import numbers_kept, only, refuse_updates_at_once
 from thunder_memsave.settings.problems import ConfigError
-from thunder_memsave.sharding.gradients import norm_of_kept, norm_of_one
+from thunder_memsave.sharding.gradients import norm_dtype, norm_of_kept, norm_of_one
 from thunder_memsave.sharding.sharded_parameter import as_rows
 
 KEY = "memory.optimizer_in_backward"
@@ -116,7 +117,7 @@ class UpdatesInBackward:
             return False
         if id(parameter) in self._steps[owner].updated:
             raise RuntimeError(_SECOND.format(shape=tuple(parameter.shape)))
-        if has_hooks_before(owner):
+        if _has_hooks_before(owner):
             _warn_once(
                 f"a hook runs before the optimizer's step, and may change gradients, so {KEY} has no effect"
             )
@@ -226,9 +227,8 @@ class _Step:
         parameters = _parameters(optimizer)
         if self._norms.keys() != {id(p) for p in parameters}:  # a group was added
             before = self._norms
-            is_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-            dtype = torch.float64 if is_double else torch.float32
-            whole = torch.zeros(len(parameters), dtype=dtype, device=parameters[0].device)
+            dtype, device = norm_dtype(parameters), parameters[0].device
+            whole = torch.zeros(len(parameters), dtype=dtype, device=device)
             # Not `whole[i]`: PyTorch looks for the device, which a plan may do without.
             self._norms = {id(p): whole.select(0, i) for i, p in enumerate(parameters)}
             for number in before.keys() & self._norms.keys():
@@ -243,7 +243,7 @@ class _Step:
             next(iter(self._norms.values()))._base.zero_()  # type: ignore[union-attr]
 
 
-def has_hooks_before(optimizer: Optimizer) -> bool:
+def _has_hooks_before(optimizer: Optimizer) -> bool:
     """Return whether a hook runs before the optimizer's step."""
     own = optimizer._optimizer_step_pre_hooks
     return bool(own or _global_optimizer_pre_hooks)
@@ -280,8 +280,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def _as_autograd(gradient: Tensor, parameter: Tensor, *, is_shared: bool) -> Tensor:
     """Return the gradient as autograd stores it: with the parameter's strides, which kernels of optimizers count on."""
     rows = as_rows(parameter)
-    pairs = zip(rows.shape, gradient.stride(), rows.stride(), strict=True)
-    is_alike = not rows.numel() or all(own == wanted or n == 1 for n, own, wanted in pairs)
+    is_alike = not rows.numel() or lies_alike(rows.shape, gradient.stride(), rows.stride())
     if is_alike and not is_shared:
         return gradient.detach()
     # As the parameter: one in a bucket of ranks is not dense.

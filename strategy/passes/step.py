@@ -62,7 +62,7 @@ class Traces:
     added: frozenset[str] = frozenset()
     """Names of the parameters to whose gradients backward adds new ones itself."""
     updated: Mapping[str, Update] = field(default_factory=dict)
-    """What each update takes that backward makes itself, by the parameter's name."""
+    """The updates that backward makes itself, by the parameter's name."""
     copies: CopyTerms | None = None
     """On which copies to the host are placed; None: the plan has none."""
     tried: dict[str, tuple[Traces, Traces]] = field(default_factory=dict)

@@ -83,8 +83,18 @@ def global_norm(
         if all(g.dtype.itemsize > 2 for g in whole):
             return nn.utils.get_total_norm(whole, norm_type)
         return _norm(whole, norm_type, whole[0].new_zeros((), dtype=torch.float32))
-    like = torch.zeros((), dtype=_norm_dtype(parameters), device=parameters[0].device)
+    like = torch.zeros((), dtype=norm_dtype(parameters), device=parameters[0].device)
     shards = local_gradients(p for p in parameters if is_sharded(p))
+    return _over_ranks(shards, whole, norm_type, like, data_parallel)
+
+
+def _over_ranks(
+    shards: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    norm_type: float,
+    like: Tensor,
+    data_parallel: DataParallel,
+) -> Tensor:
     sharded_norms = like.new_empty(data_parallel.world_size)
     all_gather(sharded_norms, _norm(shards, norm_type, like).reshape(1), data_parallel)
     replicated_norm = _norm(whole, norm_type, like).reshape(1)
@@ -109,23 +119,18 @@ def norm_of_kept(
         norms: By parameter, of this rank's rows of sharded ones.
         data_parallel: The ranks that share parameters; None: there is one.
     """
-    is_of_rows = [is_sharded(p) for p in parameters]
-    whole = [norm for norm, of_rows in zip(norms, is_of_rows, strict=True) if not of_rows]
-    if data_parallel is None or not any(is_of_rows):
-        return _norm_of_numbers(torch.stack(list(norms)))
-    rows = [norm for norm, of_rows in zip(norms, is_of_rows, strict=True) if of_rows]
-    like = norms[0]
-    of_ranks = like.new_empty(data_parallel.world_size)
-    all_gather(of_ranks, torch.linalg.vector_norm(torch.stack(rows)).reshape(1), data_parallel)
-    return _norm_of_numbers(torch.cat([of_ranks, *(norm.reshape(1) for norm in whole)]))
+    pairs = list(zip(parameters, norms, strict=True))
+    rows = [norm for p, norm in pairs if is_sharded(p)]
+    if data_parallel is None or not rows:
+        total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+        return total
+    whole = [norm for p, norm in pairs if not is_sharded(p)]
+    # Stacked: two kernels, not one for each number.
+    replicated = [torch.stack(whole)] if whole else []
+    return _over_ranks([torch.stack(rows)], replicated, 2.0, norms[0], data_parallel)
 
 
-def _norm_of_numbers(numbers: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(numbers)
-    return norm
-
-
-def _norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+def norm_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
     """Return float32 or float64: bfloat16's 8 bits are too few for a sum over a whole model."""
     is_double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
     return torch.float64 if is_double else torch.float32
