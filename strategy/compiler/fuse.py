@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from thunder.core.proxies import TensorProxy
@@ -11,7 +12,8 @@ from thunder_memsave.budget.extract import Values
 from thunder_memsave.compiler.state import State
 from thunder_memsave.fusion import inductor
 from thunder_memsave.fusion.row_programs import fused_in_tiles
-from thunder_memsave.fusion.runs import follow, fused
+from thunder_memsave.fusion.runs import follow, fused, most_held
+from thunder_memsave.fusion.written_out import may_be_written_out, with_kernels_written_out
 
 
 def fuse(state: State) -> State:
@@ -26,16 +28,44 @@ def fuse(state: State) -> State:
     if facts.is_run and (reason := inductor.why_unavailable(device_type)) is not None:
         inductor.warn_unavailable(reason)
         return state
+    traces = [t for t in (state.forward, state.backward, state.keeping) if t is not None]
+    if any(may_be_written_out(bsym) for trace in traces for bsym in trace.bound_symbols):
+        most, written = _most_held(state)
+        found = _all_fused(written)
+        if all(a <= b for a, b in zip(_most_held(found)[0], most, strict=True)):
+            return found
+    return _all_fused(state)
+
+
+def _all_fused(state: State) -> State:
+    return _each(state, lambda trace, values: _fused(state, trace, values))
+
+
+def _most_held(state: State) -> tuple[list[int], State]:
+    """Return the most bytes that each trace holds beside what it finds, and the traces with kernels written out."""
+    found = []
+
+    def measured(trace: TraceCtx, values: Values) -> TraceCtx:
+        found.append(most_held(trace, values))
+        return with_kernels_written_out(trace, values)
+
+    written = _each(state, measured)
+    return found, written
+
+
+def _each(state: State, change: Callable[[TraceCtx, Values], TraceCtx]) -> State:
+    """Change the forward, the backward and the one that keeps the graph, each with the values that it finds."""
+    assert state.forward is not None
     values = _values(state)
-    forward = _fused(state, state.forward, values)
+    forward = change(state.forward, values)
     if state.backward is None:
         return replace(state, forward=forward)
-    backward = _fused_backward(state, state.backward, values)
+    backward = change(state.backward, _with_cotangents(values, state.backward))
     keeping = state.keeping
     if keeping is not None:
         others = _values(state)
         follow(state.forward, others)
-        keeping = _fused_backward(state, keeping, others)
+        keeping = change(keeping, _with_cotangents(others, keeping))
     return replace(state, forward=forward, backward=backward, keeping=keeping)
 
 
@@ -46,11 +76,11 @@ def _values(state: State) -> Values:
     return Values(state.forward.args, arguments.kinds, arguments.tensors, state.facts.fusion)
 
 
-def _fused_backward(state: State, backward: TraceCtx, values: Values) -> TraceCtx:
+def _with_cotangents(values: Values, backward: TraceCtx) -> Values:
     for proxy in backward.args[1]:
         if isinstance(proxy, TensorProxy):
             values.add_cotangent(proxy)
-    return _fused(state, backward, values)
+    return values
 
 
 def _fused(state: State, trace: TraceCtx, values: Values) -> TraceCtx:

@@ -1,9 +1,12 @@
-"""Writes functions of PyTorch's kernels for CUDA in sums, products, quotients and exponentials, as those compute them.
+"""Writes functions of PyTorch's kernels in sums, products, quotients and exponentials, as those compute them.
 
 PyTorch computes in float32 and rounds once. Its compiler contracts a product and a sum, so a derivative has an `fma`
 where its source has `1 + x * (1 - s)` (aten/src/ATen/native/cuda/ActivationSiluKernel.cu). Inductor's code for these
 formulas has the same bits on an H200 with PyTorch 2.11, all pairs of bfloat16 compared; `same_bits.py` asks the device
 that is there, because compilers and libraries may round the last bit of an exponential otherwise.
+
+On a CPU some have the same bits too, where PyTorch's kernel is vectorized from its first number to its last; inductor
+calls the same library (Sleef). Others there (`exp`, `tanh`, GELU) are computed by another one.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+from thunder_memsave.fusion.inductor import multiply_add
 
 _aten = torch.ops.aten
 _CUBE = 0.044715
@@ -44,7 +49,9 @@ def _silu(x: Tensor) -> Tensor:
 def _silu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     s = _sigmoid(x)
     one = torch.ones_like(s)
-    return _wide(gradient) * s * torch.addcmul(one, _wide(x), one - s)
+    # Inductor contracts `addcmul` on CUDA alone.
+    fma = multiply_add if x.is_cpu else lambda a, b, c: torch.addcmul(c, a, b)
+    return _wide(gradient) * s * fma(_wide(x), one - s, one)
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -72,12 +79,21 @@ FORMULAS: Mapping[OpOverload, Callable[..., Tensor]] = {
     _aten.gelu.default: _gelu,
     _aten.div.Tensor: _quotient,
 }
+FORMULAS_OF: Mapping[str, Mapping[OpOverload, Callable[..., Tensor]]] = {
+    "cuda": FORMULAS,
+    "cpu": {
+        _aten.sigmoid.default: _sigmoid,
+        _aten.silu.default: _silu,
+        _aten.silu_backward.default: _silu_backward,
+    },
+}
+"""By type of device."""
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-def has_formula(operator: OpOverload | None, options: Mapping[str, Any]) -> bool:
+def has_formula(operator: OpOverload | None, options: Mapping[str, Any], device_type: str) -> bool:
     """Return whether a call can be written so, by its keyword arguments: GELU by `erf`, for one, cannot."""
-    if operator is None or operator not in FORMULAS:
+    if operator is None or operator not in FORMULAS_OF.get(device_type, {}):
         return False
     return dict(options) == options_of(operator)
 
@@ -98,9 +114,9 @@ def calls(operator: OpOverload) -> Iterator[tuple[Callable[..., Tensor], int]]:
         yield partial(operator, **options_of(operator)), 1
 
 
-def formulas() -> dict[OpOverload, Callable[..., Tensor]]:
-    """Return the decompositions for tracing what runs on CUDA."""
-    return _Decompositions().table()
+def formulas(device_type: str) -> dict[OpOverload, Callable[..., Tensor]]:
+    """Return the decompositions for tracing what runs on a type of device."""
+    return _Decompositions().table(FORMULAS_OF.get(device_type, {}))
 
 
 class _Decompositions:
@@ -109,8 +125,10 @@ class _Decompositions:
     def __init__(self) -> None:
         self._is_inside = False
 
-    def table(self) -> dict[OpOverload, Callable[..., Tensor]]:
-        return {operator: partial(self._call, formula) for operator, formula in FORMULAS.items()}
+    def table(
+        self, known: Mapping[OpOverload, Callable[..., Tensor]]
+    ) -> dict[OpOverload, Callable[..., Tensor]]:
+        return {operator: partial(self._call, formula) for operator, formula in known.items()}
 
     def _call(self, formula: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._is_inside or x.dtype not in _DTYPES:

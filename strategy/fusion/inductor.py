@@ -33,6 +33,8 @@ _OPTIONS = {
     "triton.autotune_pointwise": False,
     # What graphs replay into is memory of a pool, which the next replay writes over.
     "triton.cudagraphs": False,
+    # What runs tells by them that an operand is laid out otherwise.
+    "size_asserts": True,
     # No worker processes and threads beside a training: a region has one or two kernels.
     "compile_threads": 1,
 }
@@ -40,6 +42,8 @@ _OPTIONS = {
 _MOST_OBJECTS = 20_000
 
 Kernel = Callable[..., Sequence[Tensor]]
+Generated = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Empties the list of operands; raises AssertionError where they are not laid out as it was compiled for."""
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Kernel:
@@ -60,8 +64,8 @@ def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Kernel:
         return standalone_compile(graph, list(inputs), dynamic_shapes="from_example_inputs")
 
 
-def direct(kernel: Kernel) -> Kernel:
-    """Return the code that inductor generated for a compiled graph; the same kernel, which takes longer, if not found.
+def direct(kernel: Kernel) -> Generated:
+    """Return the code that inductor generated for a compiled graph; the kernel, which takes longer, if not found.
 
     Around it are layers for graphs with views, writes and gradients, which this one has not: on a GPU's host they take
     as long as the launch.
@@ -73,15 +77,15 @@ def direct(kernel: Kernel) -> Kernel:
     while waiting and len(seen) < _MOST_OBJECTS:
         each = waiting.popleft()
         if isinstance(each, CompiledFxGraph):
-            return kernel if each.current_callable is None else partial(_run, each.current_callable)
+            return each.current_callable or partial(_run, kernel)
         if id(each) not in seen:
             seen.add(id(each))
             waiting += _within(each)
-    return kernel
+    return partial(_run, kernel)
 
 
-def _run(generated: Callable[[list[Tensor]], Sequence[Tensor]], *args: Tensor) -> Sequence[Tensor]:
-    return generated([*args])
+def _run(kernel: Kernel, args: list[Tensor]) -> Sequence[Tensor]:
+    return kernel(*args)
 
 
 def _within(found: Any) -> list[Any]:
@@ -104,6 +108,13 @@ def _contents(cell: types.CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:  # it is empty
         return []
+
+
+def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return `a * b + c`, which inductor's code rounds once."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.fma(a, b, c)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -92,6 +92,16 @@ class Memory:
         """Return the bytes of storages; what is left out has none."""
         return sum(self._values.storages[s].nbytes for s in storages if s not in self.absent)
 
+    def held_before(self, stop: int) -> tuple[list[int], int]:
+        """Return what is held before each of the first symbols, beside what they find, and the most that ever is."""
+        before, live, most = [], 0, 0
+        for number in range(stop):
+            before.append(live)
+            of_one, more = self.held([number], self.last, number + 1)
+            most = max(most, live + of_one)
+            live += more
+        return before, most
+
     def held(self, numbers: Sequence[int], last: Mapping[int, int], stop: int) -> tuple[int, int]:
         """Return the most that symbols hold beside what there was before, and what they leave beside it.
 

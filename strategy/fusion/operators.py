@@ -3,12 +3,14 @@
 IEEE 754 defines the results of sums, products, quotients and comparisons, and moving numbers does not change them.
 Others (`exp`, `tanh`, `sqrt`, `gelu`, ...) differ in their last bit between PyTorch's kernels and inductor's, and
 reductions in the order of their terms; they stay as they are, so that no bit depends on what is fused. On CUDA some,
-and quotients, are written in formulas that have PyTorch's bits (`functions.py`); they fuse where the device that is
-there was asked (`same_bits.py`).
+and quotients, are written in formulas that have PyTorch's bits (`functions.py`), and a few on a CPU, where PyTorch
+vectorizes all of them; they fuse where the device that is there was asked (`same_bits.py`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
@@ -17,6 +19,7 @@ from thunder.core.symbol import BoundSymbol
 from torch._ops import OpOverload
 
 from thunder_memsave.fusion import functions, inductor, same_bits
+from thunder_memsave.measure.layouts import Layout, Value, is_contiguous
 from thunder_memsave.measure.op_profile import OpProfile
 from thunder_memsave.ops import aten_operators
 from thunder_memsave.passes.symbols import is_cast
@@ -48,6 +51,8 @@ _VIEWS: frozenset[OpOverload] = frozenset(
     }
 )
 EXACT_ON_CUDA = EXACT - {_aten.div.Tensor}
+EXACT_ON_CPU = EXACT | {_aten.rsqrt.default}
+"""There it is, of float32, a square root and a quotient, each rounded as IEEE 754 says."""
 ROUNDING_NUMBERS: frozenset[OpOverload] = frozenset(
     {
         *(_aten.add.Tensor, _aten.sub.Tensor, _aten.threshold_backward.default),
@@ -59,6 +64,10 @@ ROUNDING_NUMBERS: frozenset[OpOverload] = frozenset(
 those of comparisons before PyTorch 2.13."""
 _FACTORS: frozenset[OpOverload] = frozenset({_aten.mul.Tensor, _aten.div.Tensor})
 """PyTorch's own kernels take such a number as it is; inductor's, of some versions, round it."""
+_GRAIN = 32_768
+"""Numbers of a thread at least (`at::internal::GRAIN_SIZE`)."""
+_VECTORS = 64
+"""Numbers of two vectors of AVX-512, of 16 bits each: PyTorch's loops take two at a time."""
 _NARROW = frozenset({torch.bfloat16, torch.float16})
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.bool})
 
@@ -83,16 +92,18 @@ def is_pure(bsym: BoundSymbol, profile: OpProfile) -> bool:
     )
 
 
-def kind_of(bsym: BoundSymbol, profile: OpProfile) -> Kind:
+def kind_of(bsym: BoundSymbol, profile: OpProfile, operands: Sequence[Value | None]) -> Kind:
     """Return what a symbol is to a run.
 
     Args:
         bsym: A symbol of a trace that runs, no bookkeeping.
         profile: Its profile on the layouts of the trace.
+        operands: A value for each of its `flat_proxy_args`.
     """
     operator = aten_operators.operator_of(bsym)
-    is_function = not is_cast(bsym) and _is_function(bsym, operator)
-    if not (is_cast(bsym) or is_function or operator in EXACT or operator in _VIEWS):
+    layouts = [v.layout for v in (*operands, *profile.results) if v is not None]
+    is_function = not is_cast(bsym) and _is_function(bsym, operator, layouts)
+    if not (is_cast(bsym) or is_function or operator in EXACT_ON_CPU or operator in _VIEWS):
         return Kind.OTHER
     results = [r for r in profile.results if r is not None]
     if not is_pure(bsym, profile) or not results:
@@ -116,26 +127,39 @@ def _is_exact(bsym: BoundSymbol, operator: OpOverload | None) -> bool:
     """Return whether nothing of the call makes it inexact: sums with a factor round once or twice."""
     if bsym.kwargs.get("alpha", 1) != 1:
         return False
-    if operator in EXACT - EXACT_ON_CUDA and any(
-        p.device.type == "cuda" for p in bsym.flat_proxy_outs
-    ):
+    kinds = {(p.device.type, dtypes.to_torch_dtype(p.dtype)) for p in bsym.flat_proxy_outs}
+    if operator not in EXACT_ON_CUDA and any(type_ != "cpu" for type_, _ in kinds):
+        return False
+    if operator not in EXACT and kinds != {("cpu", torch.float32)}:
         return False
     rounding = ROUNDING_NUMBERS | (_FACTORS if inductor.rounds_factors() else frozenset())
     return operator not in rounding or _rounds_no_number(bsym)
 
 
-def _is_function(bsym: BoundSymbol, operator: OpOverload | None) -> bool:
-    """Return whether it is a function on CUDA, of tensors of one dtype, that was compared there."""
-    if operator is None or not functions.has_formula(operator, bsym.kwargs):
-        return False
+def _is_function(bsym: BoundSymbol, operator: OpOverload | None, layouts: Sequence[Layout]) -> bool:
+    """Return whether it is a function of tensors of one dtype, that was compared on their device."""
     tensors = [*bsym.flat_proxy_args, *bsym.flat_proxy_outs]
-    (dtype, *others) = {p.dtype for p in tensors}
-    if others or dtypes.to_torch_dtype(dtype) not in _DTYPES:
+    if operator is None or len(kinds := {(p.dtype, p.device) for p in tensors}) != 1:
         return False
-    if any(p.device.type != "cuda" for p in tensors):
+    ((dtype, device),) = kinds
+    if not functions.has_formula(operator, bsym.kwargs, device.type):
         return False
-    device = devices.to_torch_device(tensors[0].device)
-    return same_bits.has_same_bits(operator, dtypes.to_torch_dtype(dtype), device)
+    if device.type == "cpu" and not _is_vectorized(layouts):
+        return False
+    place, of = devices.to_torch_device(device), dtypes.to_torch_dtype(dtype)
+    return of in _DTYPES and same_bits.has_same_bits(operator, of, place)
+
+
+def _is_vectorized(layouts: Sequence[Layout]) -> bool:
+    """Return whether PyTorch's CPU kernel takes whole vectors of all numbers, as inductor's code does.
+
+    What is left over in a thread's part it computes number by number, by the C library (ATen/native/cpu/Loops.h).
+    """
+    if len({layout.shape for layout in layouts}) != 1 or not all(map(is_contiguous, layouts)):
+        return False
+    num = math.prod(layouts[0].shape)
+    num_threads = min(torch.get_num_threads(), max(1, math.ceil(num / _GRAIN)))
+    return num % _VECTORS == 0 and math.ceil(num / num_threads) % _VECTORS == 0
 
 
 def _rounds_no_number(bsym: BoundSymbol) -> bool:

@@ -31,11 +31,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from thunder_memsave.aten.record import as_one_kernel
 from thunder_memsave.fusion import inductor
 from thunder_memsave.fusion.functions import formulas
+from thunder_memsave.fusion.same_bits import num_different
 from thunder_memsave.measure.layouts import Layout, Value, make_arguments
 from thunder_memsave.measure.op_profile import text_of
 from thunder_memsave.ops.location import location
 
 PREFIX = "fused_"
+_NUM_COMPARED = 2**16
+"""Numbers by which kernels are compared, at least."""
+_MOST_ROUNDS = 8
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +71,7 @@ class Region:
         """Seconds that compiling it took in this process."""
         self._eager = eager
         self._inputs = inputs
-        self._strides = [layout.stride for layout in inputs]
-        self._kernel: inductor.Kernel | None = None
+        self._kernel: inductor.Generated | None = None
         self._laid_out: Sequence[tuple[int, ...] | None] = ()
         """The strides of each result, if inductor gives dims of one element others; None: not of this one."""
         self.is_refused = False
@@ -82,15 +85,25 @@ class Region:
         if type(args[0]) is FakeTensor:
             is_traced = get_proxy_mode() is not None
             return self._eager(*args) if is_traced else as_one_kernel(self._eager, *args)
-        if self._kernel is None or [a.stride() for a in args] != self._strides:
+        if self._kernel is None:
             return self._eager(*args)  # type: ignore[no-any-return]
-        results = self._kernel(*args)
+        try:
+            results = self._kernel([*args])
+        except AssertionError:
+            if self._is_laid_out(args):
+                raise
+            return self._eager(*args)  # type: ignore[no-any-return]
         if not self._laid_out:
             return results
         return [
             made if stride is None else made.as_strided(made.shape, stride)
             for made, stride in zip(results, self._laid_out, strict=True)
         ]
+
+    def _is_laid_out(self, args: Sequence[Tensor]) -> bool:
+        """Return whether tensors have the layouts for which it is compiled."""
+        found = [(a.shape, a.stride()) for a in args]
+        return found == [(layout.shape, layout.stride) for layout in self._inputs]
 
     def is_compiled(self) -> bool:
         """Compile it, once, and return whether it can run: what cannot is logged, and must stay single operators."""
@@ -106,7 +119,7 @@ class Region:
                 compiled = inductor.compile_graph(*self._graph())
                 compiled(*args)  # the first call ends what inductor began for it
                 kernel = inductor.direct(compiled)
-                expected, found = self._eager(*args), kernel(*args)
+                expected, found = self._eager(*args), kernel([*args])
         # Of any type: a compiler's, the disk's, inductor's own assertions.
         except Exception as error:
             self.has_failed = True
@@ -116,12 +129,30 @@ class Region:
             self._refuse("inductor lays its results out otherwise")
         elif _num_storages(found, args) != len(found) + _num_storages(args):
             self._refuse("its results share memory")
+        elif not self._has_same_bits(kernel, args):
+            self._refuse("inductor's code has other bits")
         else:
             self._kernel = kernel
             strides = [(a.stride(), b.stride()) for a, b in zip(found, expected, strict=True)]
             if any(ours != theirs for ours, theirs in strides):
                 self._laid_out = [None if a == b else b for a, b in strides]
         self.compile_s = time.perf_counter() - start
+
+    def _has_same_bits(self, kernel: inductor.Generated, args: Sequence[Tensor]) -> bool:
+        """Compare on a CPU, where the kernel that PyTorch or inductor takes depends on layouts, for numbers at random.
+
+        On CUDA it would take a device's memory.
+        """
+        if any(not a.is_cpu for a in args):
+            return True
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(max(1, min(_MOST_ROUNDS, _NUM_COMPARED // max(1, args[0].numel())))):
+            _fill(args, generator)
+            with torch.no_grad():
+                pairs = zip(kernel([*args]), self._eager(*args), strict=True)
+            if any(num_different(ours, theirs) for ours, theirs in pairs):
+                return False
+        return True
 
     def _refuse(self, reason: str) -> None:
         self.is_refused = True
@@ -132,7 +163,7 @@ class Region:
             mode = FakeTensorMode()
             with mode:
                 fakes = [_fake(layout) for layout in self._inputs]
-            table = formulas() if any(f.is_cuda for f in fakes) else {}
+            table = formulas("cuda" if any(f.is_cuda for f in fakes) else "cpu")
             with mode, torch._C.DisableTorchFunctionSubclass():
                 graph = make_fx(lambda *a: list(self._eager(*a)), decomposition_table=table)(*fakes)
         return graph, fakes
@@ -142,6 +173,16 @@ def _fake(layout: Layout) -> Tensor:
     return torch.empty_strided(
         layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
     )
+
+
+def _fill(args: Sequence[Tensor], generator: torch.Generator) -> None:
+    """Write numbers at random into the memory of tensors; integers stay."""
+    for tensor in args:
+        flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        if tensor.is_floating_point():
+            flat.normal_(generator=generator)
+        elif tensor.dtype is torch.bool:
+            flat.random_(generator=generator)
 
 
 def _described(tensor: Tensor) -> tuple[Any, ...]:

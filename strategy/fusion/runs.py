@@ -51,6 +51,17 @@ def fused(
     return new
 
 
+def most_held(trace: TraceCtx, values: Values) -> int:
+    """Return the most bytes that a trace holds beside what it finds, where results are written over what dies.
+
+    Args:
+        trace: As that of `fused`, or what that returned.
+        values: With the trace's arguments; gets all values of the trace.
+    """
+    memory = Memory(with_places(follow(trace, values)), values)
+    return memory.held_before(len(trace.bound_symbols))[1]
+
+
 def follow(trace: TraceCtx, values: Values) -> list[Placed]:
     """Return the symbols of a trace as they stand; `values` gets all values of the trace."""
     return [_placed(bsym, index, values) for index, bsym in enumerate(trace.bound_symbols)]
@@ -67,7 +78,7 @@ def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
     values.run(bsym, index, "temporary")
     proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
     is_of_tensors = bool(arguments) and all(isinstance(p, TensorProxy) for p in proxies)
-    kind = kind_of(bsym, profile) if is_of_tensors else Kind.OTHER
+    kind = kind_of(bsym, profile, arguments) if is_of_tensors else Kind.OTHER
     may_be_passed = is_of_tensors and is_pure(bsym, profile)
     return Placed(bsym, kind, may_be_passed, profile.peak_bytes)
 
@@ -91,7 +102,7 @@ class _Cut:
         self._kinds = [p.kind for p in placed]
         self._values, self._compiles = values, compiles
         self._memory = Memory(placed, values)
-        self._before, self._most = self._held()
+        self._before, self._most = self._memory.held_before(len(symbols))
         self._last: dict[str, int] = {}
         """Index of the last reader, by name."""
         for index, bsym in enumerate(symbols):
@@ -160,16 +171,6 @@ class _Cut:
         inside = [s for index in span for s in memory.uses(index) & memory.absent]
         made = {s for index in span for s in memory.made[index]}
         return any(s not in made or memory.last[s] >= stop for s in inside)
-
-    def _held(self) -> tuple[list[int], int]:
-        """Return what the trace holds before each symbol, beside what it finds, and the most that it ever holds."""
-        before, live, most = [], 0, 0
-        for index in range(len(self._symbols)):
-            before.append(live)
-            of_one, more = self._memory.held([index], self._memory.last, index + 1)
-            most = max(most, live + of_one)
-            live += more
-        return before, most
 
     def _storage(self, proxy: Proxy) -> int:
         return self._values.by_name[proxy.name].storage

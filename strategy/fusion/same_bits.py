@@ -21,7 +21,7 @@ _NUM = 2**16
 """Numbers of a comparison: all of 16 bits. They take 256 KiB, which come from small segments of the device's memory."""
 _ROUNDS = 8
 _SPECIAL = (0.0, -0.0, 1.0, float("inf"), -float("inf"), 1e-45, 1e-30, 3.4e38)
-_INTEGERS = {2: torch.int16, 4: torch.int32}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def has_same_bits(operator: OpOverload, dtype: torch.dtype, device: torch.device) -> bool:
@@ -32,6 +32,8 @@ def has_same_bits(operator: OpOverload, dtype: torch.dtype, device: torch.device
     """
     if device.type == "cuda" and not is_here():
         return True
+    if device.type == "cpu" and inductor.why_unavailable("cpu") is not None:
+        return True  # what is planned here runs elsewhere
     return _is_compared(operator, dtype, device)
 
 
@@ -70,16 +72,18 @@ def _is_call_same(call: Callable[..., Tensor], num: int, dtype: torch.dtype) -> 
 
 def num_different(ours: Tensor, theirs: Tensor) -> int:
     """Return how many numbers have other bits, those that are none in both left out."""
-    bits = (each.view(_INTEGERS[each.dtype.itemsize]) for each in (ours, theirs))
+    integers = _INTEGERS[ours.dtype.itemsize]
+    bits = (each.contiguous().view(integers) for each in (ours, theirs))
     return int((torch.ne(*bits) & ~(ours.isnan() & theirs.isnan())).sum())
 
 
 def compiled(call: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> inductor.Kernel:
     """Compile a call that has a formula for the layouts of its operands."""
+    device_type = operands[0].device.type
     with inductor.options():
         traced = make_fx(
             lambda *args: [call(*args)],
-            decomposition_table=functions.formulas(),
+            decomposition_table=functions.formulas(device_type),
             tracing_mode="fake",
         )
         graph = traced(*operands)

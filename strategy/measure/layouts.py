@@ -66,6 +66,16 @@ def on_planned_device(values: Sequence[Value | None], device_type: str) -> Seque
     return [e._replace(device=device_type) for e in layouts] if device_type else layouts
 
 
+def is_contiguous(layout: Layout) -> bool:
+    """Return whether the elements lie in their order, one after the other, as `Tensor.is_contiguous` says."""
+    expected = 1
+    for size, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def make_arguments(values: Sequence[Value | None], *, zeros: bool = False) -> list[Any]:
     """Make tensors with these layouts, which share storages as the values do; 0 for numbers."""
     storages: dict[int, Tensor] = {}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,13 @@ def alone(bsym: BoundSymbol) -> BoundSymbol | None:
     return symbol_of(kernel.alone).bind(*bsym.args, output=first)
 
 
+def written_out(bsym: BoundSymbol) -> Callable[..., Any] | None:
+    """Return a kernel in PyTorch's operators, `Kernel.written_out` on a symbol's arguments; None: it has none."""
+    return _written_out.get(bsym.sym.name) if bsym.sym.executor is own_executor else None
+
+
 _symbols: dict[str, Symbol] = {}
+_written_out: dict[str, Callable[..., Any]] = {}
 _with_alone: dict[str, Kernel] = {}
 
 
@@ -127,6 +133,8 @@ def symbol_of(operator: Kernel | Derivative) -> Symbol:
         _symbols[operator.name] = own_executor.register_operator(
             operator.name, meta=operator.meta, fn=operator.run
         )
+        if operator.written_out is not None:
+            _written_out[operator.name] = operator.written_out
         if isinstance(operator, Kernel) and operator.alone is not None:
             _with_alone[operator.name] = operator
     return _symbols[operator.name]

@@ -65,6 +65,8 @@ class Derivative:
     """Formulas of scratch bytes by device type; 0 bytes on other devices."""
     is_one_kernel: IsOneKernel = _not_known
     """Where not, what it makes and moves is what `run` makes and moves on FakeTensors."""
+    written_out: Callable[..., Any] | None = None
+    """As that of a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +93,8 @@ class Kernel:
     """Takes the same and makes the first result alone, for less: forward runs it where backward computes the others."""
     on_host: tuple[str, ...] = ()
     """Names of the arguments that are tensors on the CPU whatever the device, and are not read by a captured graph."""
+    written_out: Callable[..., Any] | None = None
+    """`run` in pure operators of PyTorch, with the same bits for float32 tensors on a CPU: they fuse with others."""
     numbers: Numbers | None = None
     """For the kernel and its derivatives, which are measured on zeros; None if zeros are as good as any."""
 

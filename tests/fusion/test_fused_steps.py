@@ -172,6 +172,28 @@ def test_where_no_region_can_be_compiled_operators_stay_and_the_log_says_so(
 
 
 @pytest.mark.usefixtures("compiler")
+def test_a_region_with_other_bits_stays_single_operators(caplog: pytest.LogCaptureFixture) -> None:
+    def direct(kernel: Any) -> Any:
+        def run(args: list[Tensor]) -> Any:
+            return [r.nextafter(r + 1) if r.any() else r for r in kernel(*args)]
+
+        return run
+
+    unfused = step(Model, batch(), fusion=False)
+    with (
+        patch.object(inductor, "direct", direct),
+        patch.dict(region._regions, clear=True),
+        caplog.at_level(logging.WARNING),
+    ):
+        fused = step(Model, batch(), fusion=True)
+    assert_same(fused, unfused)
+    assert fused.num_regions == 0
+    expected = "is not fused: inductor's code has other bits; its operators stay as they are."
+    assert of_fusion(caplog)
+    assert all(m.endswith(expected) for m in of_fusion(caplog))
+
+
+@pytest.mark.usefixtures("compiler")
 def test_a_dim_of_one_element_may_have_any_stride(caplog: pytest.LogCaptureFixture) -> None:
     class OneHead(nn.Module):
         def __init__(self) -> None:
@@ -231,6 +253,10 @@ def test_the_code_that_inductor_generated_is_called(compiler: None) -> None:
 
     direct = inductor.direct(kernel)
 
-    assert direct is not kernel, "PyTorch changed what is around it: `_within` must follow it"
-    assert all(map(torch.equal, direct(x, y), kernel(x, y)))
-    assert inductor.direct(run) is run
+    assert getattr(direct, "args", None) != (kernel,), (
+        "PyTorch changed what is around it: `_within` must follow it"
+    )
+    assert all(map(torch.equal, direct([x, y]), kernel(x, y)))
+    assert inductor.direct(run)([x, y])[0].equal(x * y), "what is not found is called as it is"
+    with pytest.raises(AssertionError):
+        direct([x.t(), y])

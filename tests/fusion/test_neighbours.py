@@ -23,7 +23,9 @@ FUNCTIONS = (aten.silu.default, aten.silu_backward.default)
 @pytest.fixture(autouse=True)
 def _functions_fuse() -> Iterator[None]:
     """As on a GPU."""
-    with patch.object(operators, "_is_function", lambda bsym, operator: operator in FUNCTIONS):
+    with patch.object(
+        operators, "_is_function", lambda bsym, operator, layouts: operator in FUNCTIONS
+    ):
         yield
 
 

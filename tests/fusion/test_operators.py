@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_memsave.fusion import inductor, operators
-from thunder_memsave.fusion.operators import EXACT, EXACT_ON_CUDA
+from thunder_memsave.fusion.operators import EXACT, EXACT_ON_CPU, EXACT_ON_CUDA
 
 aten = torch.ops.aten
 
@@ -159,6 +159,14 @@ def test_quotients_on_cuda_do_not_fuse() -> None:
     assert operators._is_exact(symbol(3.0), aten.div.Tensor)
     assert not operators._is_exact(symbol(3.0, device="cuda"), aten.div.Tensor)
     assert operators._is_exact(symbol(3.0, device="cuda"), aten.mul.Tensor)
+
+
+def test_a_reciprocal_root_fuses_on_a_cpu_in_float32_alone() -> None:
+    assert {aten.rsqrt.default} == EXACT_ON_CPU - EXACT
+    assert operators._is_exact(symbol(), aten.rsqrt.default)
+    assert not operators._is_exact(symbol(device="cuda"), aten.rsqrt.default)
+    sixteen = thunder_dtypes.bfloat16
+    assert not operators._is_exact(symbol(dtype=sixteen), aten.rsqrt.default)
 
 
 def test_factors_fuse_as_far_as_inductor_does_not_round_them() -> None:

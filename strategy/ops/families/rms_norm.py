@@ -41,6 +41,18 @@ def _has_kernel(value: Tensor, weight: Tensor | None) -> bool:
     return value.is_cuda and (weight is None or weight.dtype is value.dtype)
 
 
+def _written_out(
+    value: Tensor, num_dims: int, weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """As PyTorch's `rms_norm_composite`, whose mean is a sum and a quotient."""
+    eps = torch.finfo(value.dtype).eps if eps is None else eps
+    dims = tuple(reversed(range(value.ndim - num_dims, value.ndim)))
+    total = (value * value).sum(dims, keepdim=True)
+    rstd = torch.rsqrt(total / math.prod(value.shape[-num_dims:]) + eps)
+    result = value * rstd
+    return (result if weight is None else result * weight), rstd
+
+
 def _meta(value: TensorProxy, num_dims: int, *_: Any) -> tuple[TensorProxy, TensorProxy]:
     rstd = TensorProxy(
         shape=(*value.shape[: value.ndim - num_dims], *(1,) * num_dims),
@@ -99,6 +111,25 @@ def _of_rows(
     return _differentiated(lambda leaf: torch.rms_norm(leaf, shape, weight, eps), value, grad)
 
 
+def _of_value_written_out(
+    grad: Tensor,
+    value: Tensor,
+    num_dims: int,
+    rstd: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+) -> Tensor:
+    """As `_by_operators`: the product with the weight is computed for each reader, and what rows share by row."""
+
+    def weighted() -> Tensor:
+        return grad if weight is None else grad * weight
+
+    dims = tuple(range(value.ndim - num_dims, value.ndim))
+    of_mean = -0.5 * (weighted() * value).sum(dims, keepdim=True) * (rstd * rstd * rstd)
+    of_squares = of_mean / math.prod(value.shape[-num_dims:])
+    return weighted() * rstd + of_squares * (value * 2)
+
+
 def _fake_of_value(
     grad: Tensor,
     value: Tensor,
@@ -129,9 +160,15 @@ def _of_weight(
         return _by_kernel(grad, value, num_dims, rstd, weight, [False, True])[1]
     shape = value.shape[-num_dims:]
     if _is_of_one_dtype(value, weight) and value.ndim > num_dims:
-        of_rows = grad * (value * rstd)
-        return of_rows.sum(tuple(range(value.ndim - num_dims)))
+        return _of_weight_written_out(grad, value, num_dims, rstd)
     return _differentiated(lambda leaf: torch.rms_norm(value, shape, leaf, eps), weight, grad)
+
+
+def _of_weight_written_out(
+    grad: Tensor, value: Tensor, num_dims: int, rstd: Tensor, *_: Any
+) -> Tensor:
+    of_rows = grad * (value * rstd)
+    return of_rows.sum(tuple(range(value.ndim - num_dims)))
 
 
 def _is_of_one_dtype(value: Tensor, weight: Tensor | None) -> bool:
@@ -213,6 +250,7 @@ _kernel = Kernel(
     results=("result", "rstd"),
     scratch={"cpu": _bytes_of_rows},
     is_one_kernel=_is_cudas,
+    written_out=_written_out,
     derivatives=(
         Derivative(
             name="rms_norm_kernel_backward",
@@ -222,6 +260,7 @@ _kernel = Kernel(
             of=("value",),
             reads=_READS,
             is_one_kernel=_is_cudas_backward,
+            written_out=_of_value_written_out,
         ),
         Derivative(
             name="rms_norm_kernel_weight_backward",
@@ -231,6 +270,7 @@ _kernel = Kernel(
             of=("weight",),
             reads=_READS,
             is_one_kernel=_is_cudas_backward,
+            written_out=_of_weight_written_out,
         ),
     ),
 )
