@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -77,6 +77,42 @@ def is_random(node: fx.Node) -> bool:
 
     A function that looks at numbers on its way, such as `torch.istft` at its window, may draw any later.
     """
+    function = node_callable(node)
+    is_torchs = node.op == "call_method" or module_name(function) in _KNOWN_MODULES
+    key = _key(node) if is_torchs else None
+    if key is None:
+        return _is_found_random(node)
+    if key not in _random:
+        _random[key] = _is_found_random(node)
+    return _random[key]
+
+
+_KNOWN_MODULES = frozenset({"torch", "torch._C._nn", "_operator", "builtins"})
+"""Modules of functions that do the same for arguments that are alike."""
+_random: dict[Hashable, bool] = {}
+
+
+def _key(node: fx.Node) -> Hashable | None:
+    """Return what the node calls, and all of its arguments but the numbers of tensors; None: it cannot be told."""
+
+    def described(argument: fx.Node) -> Any:
+        value = argument.meta.get("example_value")
+        if isinstance(value, Tensor):
+            return (value.dtype, value.device, tuple(value.shape), value.stride())
+        raise _NoKeyError
+
+    try:
+        arguments = fx.node.map_arg((node.args, node.kwargs), described)
+    except _NoKeyError:
+        return None
+    return (node.op, node.target, repr(arguments))
+
+
+class _NoKeyError(Exception):
+    """An operand is no tensor."""
+
+
+def _is_found_random(node: fx.Node) -> bool:
     seen = _RandomOps()
 
     def fake(argument: fx.Node) -> Any:

@@ -15,14 +15,13 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, get_tracectx
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
 
 from thunder_memsave.aten.joint_graph import JointGraph
 from thunder_memsave.aten.round_trips import only_casts
 from thunder_memsave.aten.whole_calls import WHOLE_CALL, WHOLE_CALL_BACKWARD
 from thunder_memsave.frontend.fx_nodes import tag_origin
 from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
-from thunder_memsave.ops.aten_operators import proxy_like, record
+from thunder_memsave.ops.aten_operators import filled, proxy_like, record
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Torch 2.14 records the one as the other."""
@@ -132,8 +131,8 @@ class RecordedJoint:
     def _run_node(self, node: fx.Node, values: dict[Any, Any]) -> Any:
         if node.op == "get_attr":
             return self._constant(node)
-        read: Any = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        args, kwargs = read
+        args = filled(node.args, values, device=self.device)
+        kwargs = filled(node.kwargs, values, device=self.device)
         if node.target is operator.getitem:
             return args[0][args[1]]
         if node.target is WHOLE_CALL:
@@ -147,7 +146,6 @@ class RecordedJoint:
             return args[0].conjugate()  # PyTorch would make a tensor of this factor
         if only_casts(node):
             return prims.convert_element_type(args[0], dtypes.to_dtype(kwargs["dtype"]))
-        args, kwargs = tree_map(self._on_device, (_plain(args), _plain(kwargs)))
         assert isinstance(node.target, OpOverload), "the graph has no others"
         return record(node.target, args, kwargs, expected=node.meta["val"], device=self.device)
 
@@ -166,9 +164,6 @@ class RecordedJoint:
             return tensor.to(self.device) if self.device else tensor.clone()
 
         return self.opaque.call(constant, tensor, (), {}, device=self.device)
-
-    def _on_device(self, value: Any) -> Any:
-        return self.device if self.device and isinstance(value, torch.device) else value
 
     def _outputs(
         self, values: Mapping[fx.Node, Any], tensors: Sequence[TensorProxy]
@@ -268,12 +263,3 @@ def laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
         return value
     new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
     return new.copy_(value)
-
-
-def _plain(argument: Any) -> Any:
-    """Convert FX's immutable containers to lists and dictionaries."""
-    if isinstance(argument, dict):
-        return {key: _plain(value) for key, value in argument.items()}
-    if isinstance(argument, list):
-        return [_plain(a) for a in argument]
-    return tuple(map(_plain, argument)) if type(argument) is tuple else argument

@@ -14,7 +14,7 @@ Sums stay PyTorch's, so no bit depends on what is fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_memsave.budget.extract import Values
 from thunder_memsave.measure.layouts import is_contiguous
-from thunder_memsave.ops.aten_operators import record
+from thunder_memsave.ops.aten_operators import filled, record
 from thunder_memsave.ops.kernel_calls import written_out
 from thunder_memsave.passes.symbols import emptied
 
@@ -112,8 +112,7 @@ def _recorded(
     with tracectx(trace):
         trace.push_scope(scope)
         for node in graph.graph.nodes:
-            args = _filled(node.args, values)
-            kwargs = {name: _filled(value, values) for name, value in node.kwargs.items()}
+            args, kwargs = filled(node.args, values), filled(node.kwargs, values)
             if node.op == "placeholder":
                 values[node] = next(remaining)
             elif node.op == "output":
@@ -123,12 +122,3 @@ def _recorded(
                 values[node] = record(node.target, args, kwargs, expected=expected)
         trace.pop_scope()
     return scope, results
-
-
-def _filled(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
-    """Return an argument with the values of nodes, in lists and tuples that Thunder knows."""
-    if isinstance(argument, fx.Node):
-        return values[argument]
-    if isinstance(argument, list | tuple):
-        return (list if isinstance(argument, list) else tuple)(_filled(a, values) for a in argument)
-    return argument

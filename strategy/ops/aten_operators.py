@@ -16,7 +16,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import get_tracectx
 from thunder.extend import OperatorExecutor, register_executor
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._pytree import tree_map
@@ -146,12 +146,33 @@ def record(
     def proxied(value: Any) -> Any:
         return proxy_like(value, device) if isinstance(value, Tensor) else value
 
-    output = tree_map(proxied, expected)
+    output = proxied(expected) if isinstance(expected, Tensor) else tree_map(proxied, expected)
     bsym = operator_symbol(operator).bind(*args, **kwargs, output=output)
     if draws(operator, args, kwargs):
         bsym.tags.add(OpTags.RANDOM_OP)
     get_tracectx().peek_scope().append(bsym)
     return output
+
+
+def filled(
+    argument: Any, values: Mapping[fx.Node, Any], *, device: torch.device | None = None
+) -> Any:
+    """Return an argument of a node with the values of nodes, in containers that Thunder knows, FX's own among them.
+
+    Args:
+        argument: Of an operator.
+        values: By the node that makes each.
+        device: Stands for every device, if given.
+    """
+    if isinstance(argument, fx.Node):
+        return values[argument]
+    if isinstance(argument, list):
+        return [filled(a, values, device=device) for a in argument]
+    if type(argument) is tuple:
+        return tuple([filled(a, values, device=device) for a in argument])
+    if isinstance(argument, dict):
+        return {name: filled(a, values, device=device) for name, a in argument.items()}
+    return device if device is not None and isinstance(argument, torch.device) else argument
 
 
 def makes_new_memory(bsym: BoundSymbol) -> bool:

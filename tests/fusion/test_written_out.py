@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from harness.fused_steps import step
 from thunder_memsave.compiler import fuse
 from thunder_memsave.fusion import inductor
+from thunder_memsave.fusion.runs import follow
 from thunder_memsave.ops.families import rms_norm
 
 VALUES = {
@@ -98,7 +99,7 @@ def test_a_norm_fuses_with_its_neighbours_and_takes_the_bytes_predicted(policy: 
 
 def test_a_norm_stays_whole_where_it_would_take_more_memory() -> None:
     def most_held(trace: Any, values: Any) -> int:
-        fuse.follow(trace, values)
+        follow(trace, values)
         return len(trace.bound_symbols)  # the one with more symbols takes more
 
     with (
