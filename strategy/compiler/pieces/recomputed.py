@@ -14,7 +14,14 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-_REMEMBERS = "_checkpoint_without_reentrant_generator"
+_REMEMBERS = next(
+    name
+    for name in (
+        "_checkpoint_without_reentrant_generator_impl",  # of PyTorch 2.15; the other one calls it
+        "_checkpoint_without_reentrant_generator",
+    )
+    if hasattr(torch.utils.checkpoint, name)
+)
 """Function of torch.utils.checkpoint whose first argument is called again in backward."""
 _Run = Callable[..., Any]
 
