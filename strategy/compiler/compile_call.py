@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.extract import profiles
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.collector import collector
+from thunder_memsave.collector import collect_young, collector
 from thunder_memsave.compiler.compile_trace import compile_trace
 from thunder_memsave.compiler.cuda_graphs.choose import CudaGraphs
 from thunder_memsave.compiler.pipeline import steps_without
@@ -130,10 +130,11 @@ class CallCompiler:
             CompileError: it cannot be compiled to what eager PyTorch computes.
             BudgetError: no plan fits the memory budget.
         """
+        collects = gc.isenabled()
         with collector(runs=False):  # it would go through all traces again and again
             compiled = self._compiled(module, call, name, reason)
-        if gc.isenabled():
-            gc.collect(0)  # what was made meanwhile alone: garbage may hold tensors
+            if collects:
+                collect_young()  # garbage may hold tensors
         return compiled
 
     def _compiled(self, module: nn.Module, call: Call, name: str, reason: str) -> Compiled:
