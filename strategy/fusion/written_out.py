@@ -75,6 +75,8 @@ def _operators(
     if key not in graphs:
         graphs[key] = _graph(run, bsym.args)
     symbols, outputs = _recorded(graphs[key], bsym.flat_proxy_args, trace)
+    for made, own in zip(outputs, bsym.flat_proxy_outs, strict=True):
+        assert (made.shape, made.dtype) == (own.shape, own.dtype), f"{bsym.sym.name} is another one"
     swaps = {
         variableify(made): own for made, own in zip(outputs, bsym.flat_proxy_outs, strict=True)
     }

@@ -58,6 +58,7 @@ def test_a_norm_written_out_has_the_bits_of_pytorchs(
 
 def test_a_norm_over_several_dims_has_the_bits_of_pytorchs() -> None:
     compared(torch.randn(6, 5, 96), 2, torch.randn(5, 96), 1e-6)
+    compared(torch.randn(5, 96), 2, torch.randn(5, 96), 1e-6)
 
 
 class Normed(nn.Module):
@@ -95,6 +96,22 @@ def test_a_norm_fuses_with_its_neighbours_and_takes_the_bytes_predicted(policy: 
     assert fused.num_regions > 3
     assert all(map(torch.equal, fused.bits, unfused.bits))
     assert fused.measured_bytes == fused.predicted_bytes <= unfused.predicted_bytes
+
+
+def test_a_norm_over_all_dims_fuses() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm((4, 96))
+            self.linear = nn.Linear(96, 96)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.norm(x * 2) + x).pow(2).mean()
+
+    inputs = {"x": torch.randn(4, 96, requires_grad=True)}
+    unfused, fused = (step(Whole, inputs, fusion=fusion) for fusion in (False, True))
+    assert all(map(torch.equal, fused.bits, unfused.bits))
+    assert fused.order_of("rms_norm") == []
 
 
 def test_a_norm_stays_whole_where_it_would_take_more_memory() -> None:

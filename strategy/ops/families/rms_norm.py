@@ -159,7 +159,7 @@ def _of_weight(
     if _has_kernel(value, weight):
         return _by_kernel(grad, value, num_dims, rstd, weight, [False, True])[1]
     shape = value.shape[-num_dims:]
-    if _is_of_one_dtype(value, weight) and value.ndim > num_dims:
+    if _is_of_one_dtype(value, weight):
         return _of_weight_written_out(grad, value, num_dims, rstd)
     return _differentiated(lambda leaf: torch.rms_norm(value, shape, leaf, eps), weight, grad)
 
@@ -168,7 +168,8 @@ def _of_weight_written_out(
     grad: Tensor, value: Tensor, num_dims: int, rstd: Tensor, *_: Any
 ) -> Tensor:
     of_rows = grad * (value * rstd)
-    return of_rows.sum(tuple(range(value.ndim - num_dims)))
+    rows = tuple(range(value.ndim - num_dims))
+    return of_rows.sum(rows) if rows else of_rows
 
 
 def _is_of_one_dtype(value: Tensor, weight: Tensor | None) -> bool:
