@@ -8,7 +8,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
+from functools import cached_property
+from itertools import compress, takewhile
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Operand:
     requires_grad: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JointGraph:
     """A function of tensors and its vector-Jacobian product. Nodes are ATen operators; nothing writes in place."""
 
@@ -116,6 +117,23 @@ class JointGraph:
     """Whether results may depend on the strides of what it reads."""
     rules: Sequence[Rule]
     """Those of the calls that are kept whole, by their numbers in the graph."""
+
+    @cached_property
+    def unread_draws(self) -> tuple[fx.Node, ...]:
+        """Draws of the function that no result needs, in order: what is drawn after them depends on them."""
+        results = (*self.outputs, *(node for _, node in self.writes), *self.gradients)
+        needed = set(self.nodes_for(results, known=set()))
+        of_function = takewhile(
+            lambda node: not any(n in self.cotangents for n in node.all_input_nodes),
+            self.graph.nodes,
+        )
+        return tuple(
+            node
+            for node in of_function
+            if node not in needed
+            and isinstance(node.target, OpOverload)
+            and draws(node.target, node.args, node.kwargs)
+        )
 
     def nodes_for(self, results: Sequence[Any], *, known: set[fx.Node]) -> Iterator[fx.Node]:
         """Yield the nodes that results need beside `known`, in the order of the graph."""

@@ -20,6 +20,7 @@ from thunder_memsave.passes.in_place.results import write_in_place
 from thunder_memsave.passes.in_place.updates import update_in_place
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.passes.symbols import is_joint
+from thunder_memsave.passes.unread_draws import draw_in_forward
 
 
 def split(state: State) -> State:
@@ -27,6 +28,7 @@ def split(state: State) -> State:
     if not is_joint(state.joint.bound_symbols):
         return replace(state, forward=state.joint)
     forward, backward = split_into_forward_and_backward(state.joint)
+    forward, backward = draw_in_forward(forward, backward, state.joint)
     return replace(state, forward=forward, backward=backward)
 
 

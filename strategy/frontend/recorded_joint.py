@@ -22,6 +22,7 @@ from thunder_memsave.aten.whole_calls import WHOLE_CALL, WHOLE_CALL_BACKWARD
 from thunder_memsave.frontend.fx_nodes import tag_origin
 from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
 from thunder_memsave.ops.aten_operators import filled, proxy_like, record
+from thunder_memsave.passes.unread_draws import keep
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Torch 2.14 records the one as the other."""
@@ -101,7 +102,7 @@ class RecordedJoint:
         own = zip(self.joint.operands, tensors, strict=False)
         values: dict[Any, Any] = dict(own)
         values[_OTHERS] = tensors[len(self.joint.operands) :]
-        self._run(self._results, values)
+        self._run((*self._results, *self.joint.unread_draws), values)
         return values
 
     def _laid_out(self, node: fx.Node, tensor: TensorProxy) -> TensorProxy:
@@ -125,6 +126,8 @@ class RecordedJoint:
         for node in list(self.joint.nodes_for(results, known=set(values))):
             num_symbols = len(scope)
             values[node] = self._run_node(node, values)
+            if node in self.joint.unread_draws:
+                keep(scope[-1])
             if "stack_trace" in node.meta:
                 tag_origin(scope[num_symbols:], node)
 

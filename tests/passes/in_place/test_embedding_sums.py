@@ -136,5 +136,6 @@ def test_a_head_in_bfloat16_waits_for_its_embedding_and_the_peak_is_as_predicted
             assert [n for n in before if n != "python_del"][-1] == "to"
     assert all(map(torch.equal, found[()], found[(STEP,)]))
     nbytes = model.get_parameter("model.embed_tokens.weight").nbytes
-    # The head's gradient of half the bytes is in the place of the embedding's.
-    assert peaks[(STEP,)] - peaks[()] == nbytes // 2
+    # The head's gradient of half the bytes is in the place of the embedding's; on CPUs whose products of bfloat16 take
+    # scratch memory, another moment holds a little more than that one.
+    assert 0.9 * (nbytes // 2) < peaks[(STEP,)] - peaks[()] <= nbytes // 2
