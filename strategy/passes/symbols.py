@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from thunder.core import prims
+from thunder.core.prims import OpTags
 from thunder.core.proxies import (
     CollectionProxy,
     FutureTensorProxy,
@@ -67,6 +68,8 @@ def decisive_args(bsym: BoundSymbol) -> Sequence[Proxy]:
 def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:
     """Return the ids of the symbols that forward's outputs need, by the rule of Thunder's split; the rest is backward.
 
+    Draws that nothing reads are forward's too (`passes/unread_draws.py`).
+
     Args:
         symbols: The symbols of a joint trace, or of an inference trace, which is all forward.
     """
@@ -80,10 +83,15 @@ def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:
     forward = set()
     for bsym in reversed(symbols[:-1]):
         makes_forward = any(o.name in needed for o in bsym.flat_proxy_outs)
-        if makes_forward or written_in_place(bsym) in needed:
+        if makes_forward or written_in_place(bsym) in needed or is_unread_draw(bsym):
             forward.add(id(bsym))
             needed.update(a.name for a in bsym.flat_proxy_args)
     return forward
+
+
+def is_unread_draw(bsym: BoundSymbol) -> bool:
+    """Return whether it draws random numbers that nothing reads."""
+    return {OpTags.DONT_DCE, OpTags.RANDOM_OP} <= bsym.tags
 
 
 def is_joint(symbols: Sequence[BoundSymbol]) -> bool:

@@ -8,7 +8,7 @@ from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_memsave.passes.symbols import emptied
+from thunder_memsave.passes.symbols import emptied, is_unread_draw
 
 
 def keep(draw: BoundSymbol) -> None:
@@ -72,8 +72,7 @@ def _lost(symbols: Sequence[BoundSymbol], there: set[str]) -> set[int]:
     lost: set[int] = set()
     for bsym in reversed(symbols):
         made = {o.name for o in bsym.flat_proxy_outs}
-        is_draw = OpTags.DONT_DCE in bsym.tags and OpTags.RANDOM_OP in bsym.tags
-        if made and made.isdisjoint(there) and (is_draw or made & needed):
+        if made and made.isdisjoint(there) and (is_unread_draw(bsym) or made & needed):
             lost.add(id(bsym))
             needed.update(a.name for a in bsym.flat_proxy_args)
     return lost
