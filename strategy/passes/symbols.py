@@ -91,7 +91,7 @@ def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:
 
 def is_unread_draw(bsym: BoundSymbol) -> bool:
     """Return whether it draws random numbers that nothing reads."""
-    return {OpTags.DONT_DCE, OpTags.RANDOM_OP} <= bsym.tags
+    return OpTags.DONT_DCE in bsym.tags and OpTags.RANDOM_OP in bsym.tags
 
 
 def is_joint(symbols: Sequence[BoundSymbol]) -> bool:
