@@ -94,22 +94,15 @@ _random: dict[Hashable, bool] = {}
 
 def _key(node: fx.Node) -> Hashable | None:
     """Return what the node calls, and all of its arguments but the numbers of tensors; None: it cannot be told."""
+    values = {n: n.meta.get("example_value") for n in node.all_input_nodes}
+    if not all(isinstance(value, Tensor) for value in values.values()):
+        return None
 
     def described(argument: fx.Node) -> Any:
-        value = argument.meta.get("example_value")
-        if isinstance(value, Tensor):
-            return (value.dtype, value.device, tuple(value.shape), value.stride())
-        raise _NoKeyError
+        value = values[argument]
+        return (value.dtype, value.device, tuple(value.shape), value.stride())
 
-    try:
-        arguments = fx.node.map_arg((node.args, node.kwargs), described)
-    except _NoKeyError:
-        return None
-    return (node.op, node.target, repr(arguments))
-
-
-class _NoKeyError(Exception):
-    """An operand is no tensor."""
+    return (node.op, node.target, repr(fx.node.map_arg((node.args, node.kwargs), described)))
 
 
 def _is_found_random(node: fx.Node) -> bool:
