@@ -94,7 +94,7 @@ _random: dict[Hashable, bool] = {}
 
 def _key(node: fx.Node) -> Hashable | None:
     """Return what the node calls, and all of its arguments but the numbers of tensors; None: it cannot be told."""
-    values = {n: n.meta.get("example_value") for n in node.all_input_nodes}
+    values: dict[fx.Node, Any] = {n: n.meta.get("example_value") for n in node.all_input_nodes}
     if not all(isinstance(value, Tensor) for value in values.values()):
         return None
 
