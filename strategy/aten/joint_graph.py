@@ -118,11 +118,15 @@ class JointGraph:
     rules: Sequence[Rule]
     """Those of the calls that are kept whole, by their numbers in the graph."""
 
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The outputs, and the new values of what the function changes."""
+        return (*self.outputs, *(node for _, node in self.writes))
+
     @cached_property
     def unread_draws(self) -> tuple[fx.Node, ...]:
         """Draws of the function that no result needs, in order: what is drawn after them depends on them."""
-        results = (*self.outputs, *(node for _, node in self.writes), *self.gradients)
-        needed = set(self.nodes_for(results, known=set()))
+        needed = set(self.nodes_for((*self.results, *self.gradients), known=set()))
         of_function = takewhile(
             lambda node: not any(n in self.cotangents for n in node.all_input_nodes),
             self.graph.nodes,

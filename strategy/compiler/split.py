@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Set
 from dataclasses import replace
 
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.passes import (
     del_last_used,
@@ -19,8 +22,7 @@ from thunder_memsave.ops.updated_parameters import with_updates
 from thunder_memsave.passes.in_place.results import write_in_place
 from thunder_memsave.passes.in_place.updates import update_in_place
 from thunder_memsave.passes.repeatable import roots
-from thunder_memsave.passes.symbols import is_joint
-from thunder_memsave.passes.unread_draws import draw_in_forward
+from thunder_memsave.passes.symbols import emptied, forward_symbols, is_joint, is_unread_draw
 
 
 def split(state: State) -> State:
@@ -28,8 +30,50 @@ def split(state: State) -> State:
     if not is_joint(state.joint.bound_symbols):
         return replace(state, forward=state.joint)
     forward, backward = split_into_forward_and_backward(state.joint)
-    forward, backward = draw_in_forward(forward, backward, state.joint)
+    if any(map(is_unread_draw, state.joint.bound_symbols)):
+        forward, backward = _drawn_in_forward(forward, backward, state.joint)
     return replace(state, forward=forward, backward=backward)
+
+
+def _drawn_in_forward(
+    forward: TraceCtx, backward: TraceCtx | None, joint: TraceCtx
+) -> tuple[TraceCtx, TraceCtx | None]:
+    """Let forward, in its order, draw what nothing reads, and backward no more: Thunder's split puts it there."""
+    place = {o.name: i for i, b in enumerate(forward.bound_symbols) for o in b.flat_proxy_outs}
+    of_forward = forward_symbols(joint.bound_symbols)
+    given = {a.name for a in forward.args}
+    lost: dict[int, list[BoundSymbol]] = defaultdict(list)
+    """By the index in forward before which they belong: the draws, and what they alone read."""
+    at = 0
+    for bsym in joint.bound_symbols:
+        places = [place[o.name] for o in bsym.flat_proxy_outs if o.name in place]
+        if places:
+            at = max(at, max(places) + 1)
+        elif id(bsym) in of_forward and any(o.name not in given for o in bsym.flat_proxy_outs):
+            lost[at].append(bsym)
+    new = emptied(forward)
+    for index, bsym in enumerate(forward.bound_symbols):
+        new.bound_symbols += [*lost[index], bsym]
+    names = {o.name for symbols in lost.values() for bsym in symbols for o in bsym.flat_proxy_outs}
+    return new, None if backward is None else _without(backward, names)
+
+
+def _without(backward: TraceCtx, names: Set[str]) -> TraceCtx:
+    """Return the backward without the symbols that make these, unless others read what they make."""
+    read = {
+        a.name
+        for bsym in backward.bound_symbols
+        for a in bsym.flat_proxy_args
+        if names.isdisjoint(o.name for o in bsym.flat_proxy_outs)
+    }
+    unread = names - read
+    new = emptied(backward)
+    new.bound_symbols = [
+        bsym
+        for bsym in backward.bound_symbols
+        if not bsym.flat_proxy_outs or any(o.name not in unread for o in bsym.flat_proxy_outs)
+    ]
+    return new
 
 
 def check(state: State) -> State:

@@ -22,7 +22,7 @@ from thunder_memsave.aten.whole_calls import WHOLE_CALL, WHOLE_CALL_BACKWARD
 from thunder_memsave.frontend.fx_nodes import tag_origin
 from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
 from thunder_memsave.ops.aten_operators import filled, proxy_like, record
-from thunder_memsave.passes.unread_draws import keep
+from thunder_memsave.passes.symbols import keep_unread
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 """Torch 2.14 records the one as the other."""
@@ -51,7 +51,7 @@ class RecordedJoint:
             TensorProxy(like=own[node])
             if node in own
             else proxy_like(node.meta["val"], self.device)
-            for node in self._results
+            for node in self.joint.results
             if isinstance(node, fx.Node)
         )
 
@@ -93,16 +93,11 @@ class RecordedJoint:
                 prims.put_grad(tensor, values[gradient])
         return outputs
 
-    @property
-    def _results(self) -> tuple[Any, ...]:
-        """Return the outputs, and the new values of what the function changes."""
-        return (*self.joint.outputs, *(node for _, node in self.joint.writes))
-
     def _run_forward(self, tensors: Sequence[TensorProxy]) -> dict[Any, Any]:
         own = zip(self.joint.operands, tensors, strict=False)
         values: dict[Any, Any] = dict(own)
         values[_OTHERS] = tensors[len(self.joint.operands) :]
-        self._run((*self._results, *self.joint.unread_draws), values)
+        self._run((*self.joint.results, *self.joint.unread_draws), values)
         return values
 
     def _laid_out(self, node: fx.Node, tensor: TensorProxy) -> TensorProxy:
@@ -127,7 +122,7 @@ class RecordedJoint:
             num_symbols = len(scope)
             values[node] = self._run_node(node, values)
             if node in self.joint.unread_draws:
-                keep(scope[-1])
+                keep_unread(scope[-1])
             if "stack_trace" in node.meta:
                 tag_origin(scope[num_symbols:], node)
 
@@ -174,7 +169,7 @@ class RecordedJoint:
         """Return the outputs; each is a value of its own, because each has a gradient of its own."""
         seen = {t.name for t in tensors}
         outputs = []
-        for node in self._results:
+        for node in self.joint.results:
             if not isinstance(node, fx.Node):
                 continue
             value = values[node]

@@ -17,7 +17,7 @@ from thunder.core.symbol import BoundSymbol
 from torch.utils._pytree import tree_leaves
 
 from thunder_memsave.aten.record import storage_id
-from thunder_memsave.measure.layouts import Layout, Value, contiguous
+from thunder_memsave.measure.layouts import Layout, Value, contiguous, is_contiguous
 from thunder_memsave.measure.op_profile import OpProfile
 from thunder_memsave.ops.accumulation import with_unreduced
 from thunder_memsave.ops.families.collectives import (
@@ -69,7 +69,7 @@ class CollectiveRules:
         cast = contiguous_copy = held = 0
         for given, part in zip((a.layout for a in arguments), sent, strict=True):
             is_cast = given.dtype != part.dtype
-            is_copied = not _is_contiguous(_cloned(given) if is_cast else given)
+            is_copied = not is_contiguous(_cloned(given) if is_cast else given)
             cast += self._bytes(part) * is_cast
             contiguous_copy += self._bytes(part) * is_copied
             held += self._bytes(part) * (is_cast or is_copied)
@@ -96,7 +96,7 @@ class CollectiveRules:
         given = [a.layout for a in arguments]
         whole = [_packed(v) for v in given]
         copied = sum(
-            self._bytes(w) for w, v in zip(whole, given, strict=True) if not _is_contiguous(v)
+            self._bytes(w) for w, v in zip(whole, given, strict=True) if not is_contiguous(v)
         )
         inside_bytes, holds = copied, self._holds(bsym, given[0])
         if self._is_on_cpu(given[0]):
@@ -194,7 +194,7 @@ def _sent_as_they_are(arguments: Sequence[Value], sent: Sequence[Layout]) -> fro
     """Return the storages of arguments that are sent without a cast or a copy."""
     pairs = zip(arguments, sent, strict=True)
     return frozenset(
-        a.storage for a, s in pairs if a.layout.dtype == s.dtype and _is_contiguous(a.layout)
+        a.storage for a, s in pairs if a.layout.dtype == s.dtype and is_contiguous(a.layout)
     )
 
 
@@ -254,16 +254,6 @@ def _cloned(layout: Layout) -> Layout:
 def _is_flat_by_a_view(layout: Layout) -> bool:
     original = torch.empty_strided(layout.shape, layout.stride, device="meta")
     return storage_id(original.reshape(-1)) == storage_id(original)
-
-
-def _is_contiguous(layout: Layout) -> bool:
-    # A fake tensor would know, and costs more than this.
-    size = 1
-    for length, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
-        if length != 1 and stride != size:
-            return False
-        size *= length
-    return True
 
 
 def _received(nbytes: int, group: dist.ProcessGroup) -> int:

@@ -68,6 +68,7 @@ def on_planned_device(values: Sequence[Value | None], device_type: str) -> Seque
 
 def is_contiguous(layout: Layout) -> bool:
     """Return whether the elements lie in their order, one after the other, as `Tensor.is_contiguous` says."""
+    # A fake tensor would know, and costs more than this.
     expected = 1
     for size, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
         if size != 1 and stride != expected:

@@ -68,7 +68,7 @@ def decisive_args(bsym: BoundSymbol) -> Sequence[Proxy]:
 def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:
     """Return the ids of the symbols that forward's outputs need, by the rule of Thunder's split; the rest is backward.
 
-    Draws that nothing reads are forward's too (`passes/unread_draws.py`).
+    Draws that nothing reads are forward's too.
 
     Args:
         symbols: The symbols of a joint trace, or of an inference trace, which is all forward.
@@ -89,8 +89,13 @@ def forward_symbols(symbols: Sequence[BoundSymbol]) -> set[int]:
     return forward
 
 
+def keep_unread(draw: BoundSymbol) -> None:
+    """Tag a draw of random numbers that nothing reads, so that no step drops it: later draws depend on it."""
+    draw.tags.add(OpTags.DONT_DCE)
+
+
 def is_unread_draw(bsym: BoundSymbol) -> bool:
-    """Return whether it draws random numbers that nothing reads."""
+    """Return whether it draws random numbers that nothing reads, by its tags."""
     return OpTags.DONT_DCE in bsym.tags and OpTags.RANDOM_OP in bsym.tags
 
 

@@ -146,6 +146,19 @@ def test_without_a_compiler_the_step_is_the_unfused_one_and_one_line_says_so(
         assert each.measured_bytes == unfused.measured_bytes
 
 
+def assert_nothing_fuses(caplog: pytest.LogCaptureFixture, *, reason: str) -> None:
+    """Compare a step, none of whose regions can run, with an unfused one, and its lines of the log with a reason."""
+    unfused = step(Model, batch(), fusion=False)
+    with patch.dict(region._regions, clear=True), caplog.at_level(logging.WARNING):
+        fused = step(Model, batch(), fusion=True)
+    assert_same(fused, unfused)
+    assert fused.num_regions == 0
+    assert fused.measured_bytes == fused.predicted_bytes == unfused.predicted_bytes
+    expected = f"is not fused: {reason}; its operators stay as they are."
+    assert of_fusion(caplog)
+    assert all(m.endswith(expected) for m in of_fusion(caplog))
+
+
 def test_where_no_region_can_be_compiled_operators_stay_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -155,19 +168,8 @@ def test_where_no_region_can_be_compiled_operators_stay_and_the_log_says_so(
         tried.append([node.target for node in graph.graph.nodes])
         raise RuntimeError("disk full\nmore")
 
-    unfused = step(Model, batch(), fusion=False)
-    with (
-        patch.object(inductor, "compile_graph", fail),
-        patch.dict(region._regions, clear=True),
-        caplog.at_level(logging.WARNING),
-    ):
-        fused = step(Model, batch(), fusion=True)
-    assert_same(fused, unfused)
-    assert fused.num_regions == 0
-    assert fused.measured_bytes == fused.predicted_bytes == unfused.predicted_bytes
-    expected = "is not fused: RuntimeError: disk full; its operators stay as they are."
-    assert of_fusion(caplog)
-    assert all(m.endswith(expected) for m in of_fusion(caplog))
+    with patch.object(inductor, "compile_graph", fail):
+        assert_nothing_fuses(caplog, reason="RuntimeError: disk full")
     assert len(tried) == len(set(of_fusion(caplog))) == len(of_fusion(caplog))
 
 
@@ -179,18 +181,8 @@ def test_a_region_with_other_bits_stays_single_operators(caplog: pytest.LogCaptu
 
         return run
 
-    unfused = step(Model, batch(), fusion=False)
-    with (
-        patch.object(inductor, "direct", direct),
-        patch.dict(region._regions, clear=True),
-        caplog.at_level(logging.WARNING),
-    ):
-        fused = step(Model, batch(), fusion=True)
-    assert_same(fused, unfused)
-    assert fused.num_regions == 0
-    expected = "is not fused: inductor's code has other bits; its operators stay as they are."
-    assert of_fusion(caplog)
-    assert all(m.endswith(expected) for m in of_fusion(caplog))
+    with patch.object(inductor, "direct", direct):
+        assert_nothing_fuses(caplog, reason="inductor's code has other bits")
 
 
 @pytest.mark.usefixtures("compiler")
