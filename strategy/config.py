@@ -102,8 +102,8 @@ class MemoryConfig(Section):
 
     policy: Literal["plan", "keep_all", "recompute_all"] = "plan"
     """`plan` recomputes activations in backward as far as the budget requires, in the least time;
-    `keep_all` recomputes only views, which takes no time; `recompute_all` recomputes all within a
-    layer. The last two have no budget."""
+    `keep_all` recomputes only what takes no time, views and values beside their readers in fused
+    kernels; `recompute_all` recomputes all within a layer. The last two have no budget."""
 
     reserve: BytesOrFraction = _RESERVE
     """Memory that `auto` leaves to fragmentation and other libraries: bytes, or a part of the device's."""

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from thunder.core import prims
 from thunder.core.prims import PrimIDs
@@ -21,7 +21,7 @@ from torch import Tensor
 from thunder_memsave.aten.record import FP8_DTYPES
 from thunder_memsave.measure.collective_memory import CollectiveRules
 from thunder_memsave.measure.host_copies import HostCopyRules
-from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of
+from thunder_memsave.measure.layouts import Layout, Value, contiguous, layout_of, numel_of
 from thunder_memsave.measure.op_profile import OpProfile, OpProfiles, Scratch, no_scratch
 from thunder_memsave.measure.used_gradients import UsedGradientRules
 from thunder_memsave.ops.families.collectives import gathers, is_wait
@@ -41,7 +41,11 @@ from thunder_memsave.planner.graph import (
     StorageKind,
     TrainingGraph,
 )
+from thunder_memsave.planner.riding import with_riding
 from thunder_memsave.stored_weights.symbols import is_dequantized
+
+Fuses: TypeAlias = Callable[[BoundSymbol, "Values"], bool]
+"""Tells whether a symbol becomes one kernel with neighbours that do, from the values that it reads."""
 
 _BOOKKEEPING = {
     PrimIDs.UNPACK_TRIVIAL,
@@ -51,6 +55,11 @@ _BOOKKEEPING = {
     PrimIDs.GET_GRAD,
 }
 _NAMES = {"clear_mutable_collection"}
+
+
+def nothing_fuses(bsym: BoundSymbol, values: Values) -> bool:
+    """Return False: each symbol is a kernel of its own."""
+    return False
 
 
 def profiles(*, scratch: Scratch = no_scratch, device_type: str = "") -> OpProfiles:
@@ -76,6 +85,7 @@ def training_graph(
     tensors: Mapping[str, Tensor] | None = None,
     known: OpProfiles | None = None,
     used: Collection[str] = (),
+    fuses: Fuses = nothing_fuses,
 ) -> TrainingGraph:
     """Extract the storages and operations of a joint trace, forward first, in the order of Thunder's split.
 
@@ -86,6 +96,7 @@ def training_graph(
         known: Profiles to share, from `profiles(...)`.
         used: Names of the arguments whose gradients die where they are made: they are added to earlier ones, or used
             to update.
+        fuses: Tells which symbols become one kernel with neighbours that do.
 
     Raises:
         CompileError: an operation does not run on tensors without data.
@@ -95,17 +106,20 @@ def training_graph(
     forward = forward_symbols(symbols)
     order = sorted(range(len(symbols)), key=lambda i: id(symbols[i]) not in forward)
     cotangents = _cotangents(symbols, values)
-    ops, num_forward = [], 0
+    ops: list[Op] = []
+    num_forward, fusing = 0, set[int]()
     for index in order:
         if not is_bookkeeping(symbols[index]):
             is_forward = id(symbols[index]) in forward
             num_forward += is_forward
             kind: StorageKind = "activation" if is_forward else "temporary"
+            if fuses(symbols[index], values):
+                fusing.add(len(ops))
             ops.append(values.run(symbols[index], index, kind).op)
     returned = returned_by(trace)
     gradients = values.storages_of(returned.gradients) - values.inputs
     values.set_kind(gradients, "gradient")
-    return TrainingGraph(
+    graph = TrainingGraph(
         storages=tuple(values.storages),
         ops=tuple(_with_unrepeatable(ops, symbols, values.written_at)),
         num_forward=num_forward,
@@ -115,6 +129,7 @@ def training_graph(
         gradients=values.storages_of(_staying(trace, returned.gradients, used)) - values.inputs,
         cotangents=frozenset(cotangents),
     )
+    return with_riding(graph, fusing)
 
 
 def _staying(trace: TraceCtx, gradients: Sequence[Any], used: Collection[str]) -> Sequence[Any]:
@@ -338,14 +353,6 @@ class Values:
         if name not in self._number_of:
             self._number_of[name] = next(self._fresh)
         return self._number_of[name]
-
-
-def numel_of(layout: Layout) -> int:
-    """Return the number of elements of a layout."""
-    result = 1
-    for length in layout.shape:
-        result *= length
-    return result
 
 
 @dataclass(frozen=True, slots=True)

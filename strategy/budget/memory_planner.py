@@ -13,7 +13,7 @@ import torch
 
 from thunder_memsave.budget.agreed import largest, least_room, structure_of
 from thunder_memsave.budget.arguments import Arguments
-from thunder_memsave.budget.extract import profiles
+from thunder_memsave.budget.extract import Fuses, nothing_fuses, profiles
 from thunder_memsave.budget.limits import Limit
 from thunder_memsave.budget.offload.last_resort import LastResort, best_of
 from thunder_memsave.budget.offload.terms import beside_states
@@ -156,7 +156,14 @@ class MemoryPlanner:
         copied._pool_bytes = 0
         return copied
 
-    def planned(self, traces: S, *, steps: Sequence[Step[S]], arguments: Arguments) -> S:
+    def planned(
+        self,
+        traces: S,
+        *,
+        steps: Sequence[Step[S]],
+        arguments: Arguments,
+        fuses: Fuses = nothing_fuses,
+    ) -> S:
         """Make the plan of a joint trace. A collective, the first time for each structure.
 
         Args:
@@ -164,6 +171,7 @@ class MemoryPlanner:
                 its way can be less.
             steps: Carry a plan out: make the traces that run.
             arguments: What is known of its arguments.
+            fuses: Tells which symbols of the joint trace the steps fuse.
 
         Returns:
             The traces with the plan's actions and room.
@@ -181,6 +189,7 @@ class MemoryPlanner:
             memory=self.memory_beside(arguments.unread_bytes),
             device=self.device,
             offload=self._offload,
+            fuses=fuses,
         )
         plan = self._planned if is_joint(traces.joint.bound_symbols) else self._evaluated
         self.calls.append(call := plan(attempt))

@@ -15,7 +15,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.trace import TraceCtx
 
 from thunder_memsave.budget.arguments import Arguments, adding, updating
-from thunder_memsave.budget.extract import training_graph
+from thunder_memsave.budget.extract import Fuses, nothing_fuses, training_graph
 from thunder_memsave.budget.running_program import program
 from thunder_memsave.budget.ways import Way
 from thunder_memsave.errors import PlanError
@@ -169,6 +169,8 @@ class Attempt:
     way: Way = field(default_factory=Way)
     offload: OffloadTerms | None = None
     """On which plans may copy values to the host; None: they do not."""
+    fuses: Fuses = nothing_fuses
+    """Tells which symbols of the joint trace the steps fuse."""
 
     @classmethod
     def of(
@@ -181,6 +183,7 @@ class Attempt:
         memory: StepMemory,
         device: Device | None = None,
         offload: OffloadTerms | None = None,
+        fuses: Fuses = nothing_fuses,
     ) -> Attempt:
         """Extract the graph of a call's joint trace."""
         added = adding(memory, arguments)
@@ -191,6 +194,7 @@ class Attempt:
             tensors=arguments.tensors,
             known=known,
             used={*added, *updated},
+            fuses=fuses,
         )
         graph = with_zeros(graph, traces.joint)
         return cls(
@@ -204,6 +208,7 @@ class Attempt:
             updated=updated,
             device=device,
             offload=offload,
+            fuses=fuses,
         )
 
     def in_way(self, way: Way) -> Attempt | None:
@@ -233,6 +238,7 @@ class Attempt:
             memory=self.memory,
             device=self.device,
             offload=self.offload,
+            fuses=self.fuses,
         )
 
     @property

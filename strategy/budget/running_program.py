@@ -17,11 +17,10 @@ from torch import Tensor
 from thunder_memsave.budget.extract import (
     Values,
     is_bookkeeping,
-    numel_of,
     profiles,
     returned_by,
 )
-from thunder_memsave.measure.layouts import Layout, Value, contiguous
+from thunder_memsave.measure.layouts import Layout, Value, contiguous, numel_of
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.measure.used_gradients import uses_gradient
 from thunder_memsave.ops.added_gradients import lies_alike

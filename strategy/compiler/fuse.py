@@ -8,11 +8,11 @@ from dataclasses import replace
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
-from thunder_memsave.budget.extract import Values
+from thunder_memsave.budget.extract import Fuses, Values, nothing_fuses
 from thunder_memsave.compiler.state import State
 from thunder_memsave.fusion import inductor
 from thunder_memsave.fusion.row_programs import fused_in_tiles
-from thunder_memsave.fusion.runs import follow, fused, most_held
+from thunder_memsave.fusion.runs import follow, fused, fuses, most_held
 from thunder_memsave.fusion.written_out import may_be_written_out, with_kernels_written_out
 
 
@@ -35,6 +35,16 @@ def fuse(state: State) -> State:
         if all(a <= b for a, b in zip(_most_held(found)[0], most, strict=True)):
             return found
     return _all_fused(state)
+
+
+def fuses_as_planned(state: State) -> Fuses:
+    """Return which symbols of the joint trace `fuse` will fuse, for the plan."""
+    facts = state.facts
+    if facts.fusion is None:
+        return nothing_fuses
+    if facts.is_run and inductor.why_unavailable(_device_type(state.joint)) is not None:
+        return nothing_fuses
+    return fuses
 
 
 def _all_fused(state: State) -> State:

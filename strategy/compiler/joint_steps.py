@@ -11,6 +11,7 @@ from thunder.transforms.autodiff import (
 )
 
 from thunder_memsave.compiler.claim import claimed
+from thunder_memsave.compiler.fuse import fuses_as_planned
 from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.recorded_joint import taken_apart
 from thunder_memsave.passes.drop_unread import drop_unread
@@ -86,7 +87,9 @@ def plan(state: State) -> State:
     if facts.planner is None:
         return state
     tried = [step for step in facts.steps if step.is_tried]
-    return facts.planner.planned(state, steps=tried, arguments=facts.arguments)
+    return facts.planner.planned(
+        state, steps=tried, arguments=facts.arguments, fuses=fuses_as_planned(state)
+    )
 
 
 def compute_again(state: State) -> State:

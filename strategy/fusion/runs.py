@@ -67,6 +67,19 @@ def follow(trace: TraceCtx, values: Values) -> list[Placed]:
     return [_placed(bsym, index, values) for index, bsym in enumerate(trace.bound_symbols)]
 
 
+def fuses(bsym: BoundSymbol, values: Values) -> bool:
+    """Return whether a symbol that is no bookkeeping fuses with neighbours; `values` has what it reads."""
+    return not uses_gradient(bsym) and _kind(bsym, values) is Kind.FUSES
+
+
+def _kind(bsym: BoundSymbol, values: Values) -> Kind:
+    proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+    if not bsym.flat_proxy_args or not all(isinstance(p, TensorProxy) for p in proxies):
+        return Kind.OTHER
+    arguments = [values.by_name.get(a.name) for a in bsym.flat_proxy_args]
+    return kind_of(bsym, values.known.profile(bsym, arguments), arguments)
+
+
 def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
     if uses_gradient(bsym):
         peak_bytes = update_of(bsym).peak_bytes if updates_parameter(bsym) else 0
@@ -78,9 +91,8 @@ def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
     values.run(bsym, index, "temporary")
     proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
     is_of_tensors = bool(arguments) and all(isinstance(p, TensorProxy) for p in proxies)
-    kind = kind_of(bsym, profile, arguments) if is_of_tensors else Kind.OTHER
     may_be_passed = is_of_tensors and is_pure(bsym, profile)
-    return Placed(bsym, kind, may_be_passed, profile.peak_bytes)
+    return Placed(bsym, _kind(bsym, values), may_be_passed, profile.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)

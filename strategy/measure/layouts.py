@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -64,6 +65,11 @@ def on_planned_device(values: Sequence[Value | None], device_type: str) -> Seque
     """Return the layouts of tensors on the planned device; as they are if no other device is planned for (empty)."""
     layouts = [v.layout for v in values if v is not None]
     return [e._replace(device=device_type) for e in layouts] if device_type else layouts
+
+
+def numel_of(layout: Layout) -> int:
+    """Return the number of elements of a layout."""
+    return math.prod(layout.shape)
 
 
 def is_contiguous(layout: Layout) -> bool:

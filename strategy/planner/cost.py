@@ -21,7 +21,8 @@ def costs_us(
         measured_us: Times by `Op.key`.
 
     Returns:
-        Microseconds by the operation's index. Views take 0 whatever was measured: nothing runs on the device.
+        Microseconds by the operation's index. Views take 0 whatever was measured: nothing runs on the device. So does
+        what rides in a kernel that runs anyway.
     """
     return tuple(_cost_us(op, device, measured_us) for op in graph.ops)
 
@@ -53,6 +54,8 @@ def _cost_us(op: Op, device: Device, measured_us: Mapping[str, float]) -> float:
     op = (
         op.alone or op
     )  # forward then runs that one, and backward this: one time more than without recomputation
+    if op.rides:
+        return 0.0
     if op.symbol == FETCH:  # it runs beside what computes; the timeline has what waits for it
         return 0.0
     if op.repeat != "free" and op.key in measured_us:

@@ -91,6 +91,8 @@ class Op:
     """Dtype of the first result: decides which peak rate applies."""
     key: str = ""
     """Key of the measured costs: equal for operations with equal symbol, shapes, strides, dtypes and numbers."""
+    rides: bool = field(default=False, repr=False)
+    """Whether its recomputation takes no time, as it is part of a kernel of backward that runs anyway (`riding.py`)."""
     alone: Op | None = None
     """What forward runs instead, for less, where this is recomputed; None: itself. So recomputing it costs as much more
     as this one takes."""

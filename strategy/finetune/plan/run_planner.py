@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from thunder_memsave.budget.arguments import Arguments
+from thunder_memsave.budget.extract import Fuses, nothing_fuses
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.offload.last_resort import LastResort, States
 from thunder_memsave.budget.offload.terms import offload_terms
@@ -76,11 +77,18 @@ class RunPlanner(MemoryPlanner):
         return self._sharding
 
     @override
-    def planned(self, traces: S, *, steps: Sequence[Step[S]], arguments: Arguments) -> S:
+    def planned(
+        self,
+        traces: S,
+        *,
+        steps: Sequence[Step[S]],
+        arguments: Arguments,
+        fuses: Fuses = nothing_fuses,
+    ) -> S:
         """As `MemoryPlanner` does; where the budget is too small, with the smallest plan."""
         # The module's own tensors hold nothing; the trace knows their shapes.
         arguments = replace(arguments, tensors={})
-        return super().planned(traces, steps=steps, arguments=arguments)
+        return super().planned(traces, steps=steps, arguments=arguments, fuses=fuses)
 
     @override
     def _planned(self, attempt: Attempt) -> PlannedCall:

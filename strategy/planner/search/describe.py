@@ -89,6 +89,8 @@ class Description:
                 if storage not in self.needs.first
                 else ("faster to keep than to recompute")
             )
+        if self.needs.graph.ops[self.needs.producer[storage]].rides:
+            return "part of a kernel of backward that runs anyway"
         return (
             "the budget needs its memory"
             if storage in self.free

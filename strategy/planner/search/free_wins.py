@@ -31,8 +31,8 @@ def choose_free(
     Args:
         needs: Choices of the graph.
         pinned: Actions by names of storages, which hold whatever they cost, as for parameters in ZeRO-3.
-        moved_per_kept_byte: Bytes that recomputation moves at most for each byte less that is kept; 0: only views are
-            recomputed, which takes no time.
+        moved_per_kept_byte: Bytes that recomputation moves at most for each byte less that is kept; 0: only what
+            takes no time is recomputed, views and what rides in kernels that run anyway.
 
     Returns:
         Names of storages. Everything else that backward reads can be recomputed from them.
@@ -45,6 +45,7 @@ def choose_free(
         for o in needs.ops
         if (moved_per_kept_byte and _is_cheap(graph, graph.ops[o]))
         or graph.ops[o].repeat == "free"
+        or graph.ops[o].rides
         or any(graph.storages[s].name in recompute for s in needs.makes[o])
     }
     kept = {
@@ -64,7 +65,7 @@ def choose_free(
 
 def _cost(op: Op, moved_per_kept_byte: int) -> float:
     # A byte more, so that of two equal choices the one with fewer operations wins.
-    return op.moved_bytes / max(1, moved_per_kept_byte) + 1.0
+    return 1.0 if op.rides else op.moved_bytes / max(1, moved_per_kept_byte) + 1.0
 
 
 def _is_cheap(graph: TrainingGraph, op: Op) -> bool:

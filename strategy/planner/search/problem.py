@@ -26,7 +26,7 @@ class Problem:
     free: frozenset[int]
     """Storages that the plan of the free wins keeps."""
     all_kept: frozenset[int]
-    """Storages that are kept where only views are recomputed."""
+    """Storages that are kept where only what takes no time is recomputed."""
     least: frozenset[int]
     evaluate: Evaluator
     pinned: Mapping[int, bool]

@@ -76,8 +76,8 @@ def solve(
         budget_bytes: The largest peak of a step, by the exact simulation; None: no limit.
         costs_us: Microseconds of each operation.
         memory: Bytes that a step holds besides.
-        policy: `keep_all` recomputes views alone, `recompute_all` keeps only storages that cannot be recomputed and
-            those that pass from layer to layer, as far as that makes the peak smaller; neither looks at the budget.
+        policy: `keep_all` recomputes what takes no time, `recompute_all` keeps only storages that cannot be recomputed
+            and those that pass from layer to layer, as far as that makes the peak smaller; neither looks at the budget.
         pinned: Actions by names of storages: kept if backward reads them; or recomputed if they can be, which counts
             as a free win.
         known: Other plans for this graph; one that fits is returned if the search finds none that is faster. With
