@@ -73,12 +73,11 @@ class _Order:
         return self._is_reordered(start, [*between, number, self.numbers[stop]])
 
     def is_moved_forward(self, number: int) -> bool:
-        """Move a symbol to just after the last of those that make what it reads, if that fuses."""
-        makers = [
-            self._place[self._maker[proxy.name]]
-            for proxy in self._symbols[number].bsym.flat_proxy_args
-            if proxy.name in self._maker
-        ]
+        """Move a symbol to just after the last of those that make what it reads, if that fuses.
+
+        The views through which it reads come along.
+        """
+        views, makers = self._read_by(number)
         if not makers:
             return False
         start, stop = max(makers), self._place[number]
@@ -87,7 +86,26 @@ class _Order:
         between = self.numbers[start + 1 : stop]
         if any(self._writes_over(number, n) for n in between):
             return False
-        return self._is_reordered(start, [self.numbers[start], number, *between])
+        coming = [n for n in between if n in views]
+        rest = [n for n in between if n not in views]
+        return self._is_reordered(start, [self.numbers[start], *coming, number, *rest])
+
+    def _read_by(self, number: int) -> tuple[set[int], set[int]]:
+        """Return the views through which a symbol reads, and the places of the symbols that make what they view."""
+        views: set[int] = set()
+        makers: set[int] = set()
+        stack = [number]
+        while stack:
+            for proxy in self._symbols[stack.pop()].bsym.flat_proxy_args:
+                maker = self._maker.get(proxy.name)
+                if maker is None or maker in views:
+                    continue
+                if self._symbols[maker].kind is Kind.VIEW:
+                    views.add(maker)
+                    stack.append(maker)
+                else:
+                    makers.add(self._place[maker])
+        return views, makers
 
     def _is_worth(self, place: int, between: range) -> bool:
         """Return whether the symbol at a place fuses, and all between may be passed, of which some do not fuse."""

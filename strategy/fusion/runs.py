@@ -146,7 +146,7 @@ class _Cut:
             if stop is None:
                 break
             span = self._made(start, stop)
-            if self._is_one_kernel(span.region):
+            if self._runs_within(span.region, self._room(start, stop)):
                 return stop, span
             if has_failed(span.region):
                 return stop, None
@@ -173,9 +173,12 @@ class _Cut:
         outputs = self._outputs(start, stop)
         if not outputs or self._divides_sum(start, stop):
             return False
+        return sum(map(self._nbytes, outputs)) <= self._room(start, stop)
+
+    def _room(self, start: int, stop: int) -> int:
+        """Return the bytes that a region may allocate."""
         most, _ = self._memory.held(range(start, stop), self._memory.last, stop)
-        room = max(most, self._most - self._before[start])
-        return sum(map(self._nbytes, outputs)) <= room
+        return max(most, self._most - self._before[start])
 
     def _divides_sum(self, start: int, stop: int) -> bool:
         """Return whether a part that is left out and its sum are not on one side: both would be made then."""
@@ -244,8 +247,8 @@ class _Cut:
             (after if is_of_region else before).append(bsym)
         return before, after
 
-    def _is_one_kernel(self, region: BoundSymbol) -> bool:
-        """Return whether it can be compiled, and allocates no more than its results."""
+    def _runs_within(self, region: BoundSymbol, room: int) -> bool:
+        """Return whether it can be compiled, and allocates no more, such as the parts of a concatenation on a CPU."""
         if not self._compiles:
             return True
         compiled = known(region.sym.name)
@@ -253,4 +256,4 @@ class _Cut:
             return False
         arguments = [self._values.by_name[a.name] for a in region.flat_proxy_args]
         profile = self._values.known.profile(region, arguments)
-        return profile.peak_bytes <= sum(profile.made_bytes)
+        return profile.peak_bytes <= max(room, sum(profile.made_bytes))
