@@ -63,20 +63,22 @@ def write(folder: Path, text: str) -> Path:
             "leave_out",
             ["regather", "scedule"],
             r"strategy\.leave_out has 'scedule', but no step is called so; did you mean 'schedule'\? The steps that "
-            r"can be left out are join_views, merge_equal, gather_in_compute_dtype, gather_in_fp8, "
+            r"can be left out are leave_out_zeros, join_views, merge_equal, gather_in_compute_dtype, gather_in_fp8, "
             r"add_embedding_gradients, tile_rows, regather, schedule, add_gradients, update_in_place, "
             r"write_in_place\.$",
         ),
         (
             "leave_out",
             ["prefetch"],
-            r"has 'prefetch', but no step is called so\. The steps that can be left out are join_views, merge_equal, ",
+            r"has 'prefetch', but no step is called so\. The steps that can be left out are leave_out_zeros, "
+            r"join_views, merge_equal, ",
         ),
         (
             "leave_out",
             ["plan"],
             r"strategy\.leave_out has 'plan', which cannot be left out: without it, nothing keeps the step within "
-            r"`memory\.budget`; `memory\.policy` has other plans\. The steps that can be left out are join_views, ",
+            r"`memory\.budget`; `memory\.policy` has other plans\. The steps that can be left out are "
+            r"leave_out_zeros, join_views, ",
         ),
         ("timeout", 30, r"strategy\.timeout: 30 is not a duration; write a number and one"),
         ("timeout", None, r"strategy\.timeout is null, but must be a duration; leave it out"),

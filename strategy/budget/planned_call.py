@@ -20,6 +20,7 @@ from thunder_memsave.budget.running_program import program
 from thunder_memsave.budget.ways import Way
 from thunder_memsave.errors import PlanError
 from thunder_memsave.measure.op_profile import OpProfiles
+from thunder_memsave.ops.added_gradients import added_if_given
 from thunder_memsave.ops.table import place_of_rows_per_tile
 from thunder_memsave.ops.updated_parameters import Update
 from thunder_memsave.passes.overlap.room import Room
@@ -371,11 +372,16 @@ def with_zeros(graph: TrainingGraph, trace: TraceCtx) -> TrainingGraph:
         for b in trace.bound_symbols
         if b.sym.id is PrimIDs.GET_GRAD and b.args[0].name in others
     ]
-    zeros = tuple(_zeros(graph, name) for name in names)
+    absent = added_if_given(trace.bound_symbols)
+    zeros = tuple(_zeros(graph, name) for name in names if name not in absent)
     made = frozenset(s for op in zeros for s in op.makes)
     forward, backward = graph.ops[: graph.num_forward], graph.ops[graph.num_forward :]
+    storages = (replace(s, nbytes=0) if s.name in absent else s for s in graph.storages)
     return replace(
-        graph, ops=(*forward, *zeros, *backward), cotangents=frozenset(graph.cotangents - made)
+        graph,
+        storages=tuple(storages),
+        ops=(*forward, *zeros, *backward),
+        cotangents=frozenset(graph.cotangents - made),
     )
 
 

@@ -23,7 +23,7 @@ from thunder_memsave.budget.extract import (
 from thunder_memsave.measure.layouts import Layout, Value, contiguous, numel_of
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.measure.used_gradients import uses_gradient
-from thunder_memsave.ops.added_gradients import lies_alike
+from thunder_memsave.ops.added_gradients import added_if_given, lies_alike
 from thunder_memsave.ops.families.collectives import is_wait
 from thunder_memsave.ops.host_copies.symbols import waits_for_copy
 from thunder_memsave.passes.symbols import (
@@ -162,9 +162,14 @@ class _Running:
     def _enter_backward(self, backward: TraceCtx, outputs: Sequence[Any]) -> frozenset[int]:
         """Add the cotangents: those that the caller passes, and zeros."""
         made, unread = set(), -1
+        absent = added_if_given(backward.bound_symbols)
         for place, (proxy, output) in enumerate(zip(backward.args[1], outputs, strict=True)):
             if isinstance(proxy, TensorProxy):
                 storage = self._values.add_cotangent(proxy)
+                if proxy.name in absent:
+                    self._values.storages[storage] = replace(
+                        self._values.storages[storage], nbytes=0
+                    )
                 made.add(storage)
                 self._refer(proxy.name)
                 if self._differentiated is None or place in self._differentiated:

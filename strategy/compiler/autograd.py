@@ -26,6 +26,7 @@ from thunder_memsave.compat.foreign_messages import (
     says_saved_were_overwritten,
 )
 from thunder_memsave.errors import DoubleBackwardError, SavedTensorsError
+from thunder_memsave.ops.added_gradients import Absent
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Differentiable:
     """Outputs whose gradients the memory plan counts as the caller's; None: all."""
     adds_to: frozenset[int] = frozenset()
     """Inputs to whose `.grad` the backward may add their gradients itself."""
+    may_be_absent: frozenset[int] = frozenset()
+    """Outputs of whose gradients the backward takes `Absent` in place of zeros."""
     follow: Follow | None = None
     """The context for forward, if it is a piece whose step may be measured."""
 
@@ -75,7 +78,7 @@ class _Compiled(torch.autograd.Function):
         ctx.function, ctx.numbers = function, numbers
         ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.like = [
-            (o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs
+            Absent(o.shape, o.dtype, o.device) if isinstance(o, Tensor) else None for o in outputs
         ]
         # A saved view of an output leaks (pytorch #94990); a detached alias does not.
         ctx.save_for_backward(*(t.detach() if t._base is not None else t for t in tensors))
@@ -99,9 +102,12 @@ class _Compiled(torch.autograd.Function):
         _note_unplanned(function.planned_gradients, grad_outputs)
         wanted = _reached(function.output_depends_on, grad_outputs)
         cotangents = [
-            _cotangent(gradient, like)
+            like if gradient is None else gradient
             for gradient, like in zip(grad_outputs, ctx.like, strict=True)
         ]
+        for i, cotangent in enumerate(cotangents):
+            if isinstance(cotangent, Absent) and i not in function.may_be_absent:
+                cotangents[i] = cotangent.zeros()
         adds_to = wanted & function.adds_to
         reached = Reached(wanted, _accumulating(ctx, adds_to) if adds_to else adds_to)
         saved = _take_saved(ctx)
@@ -162,10 +168,11 @@ def _note_unplanned(planned: frozenset[int] | None, grad_outputs: Sequence[Tenso
         g for i, g in enumerate(grad_outputs) if g is not None and i not in (planned or ())
     ]
     if planned is not None and unplanned:
-        nbytes = sum(g.untyped_storage().nbytes() for g in unplanned)
+        # Of each, the gradient itself and its sum with a computed one.
+        nbytes = 2 * sum(g.untyped_storage().nbytes() for g in unplanned)
         _warn_once(
-            f"backward got gradients of outputs besides the loss, up to {nbytes:,} bytes that the memory plan does not "
-            "count; leave room for them with memory.reserve, or return the loss alone."
+            f"backward got gradients of outputs besides the loss, with their sums up to {nbytes:,} bytes that the "
+            "memory plan does not count; leave room for them with memory.reserve, or return the loss alone."
         )
 
 
@@ -198,10 +205,3 @@ def _will_accumulate(node: Any) -> bool:
         RuntimeError
     ):  # `torch.autograd.grad` takes the gradient of this leaf, and adds it to nothing
         return False
-
-
-def _cotangent(gradient: Tensor | None, like: Any) -> Tensor | None:
-    if gradient is not None or like is None:
-        return gradient
-    shape, dtype, device = like
-    return torch.zeros(shape, dtype=dtype, device=device)

@@ -10,15 +10,18 @@ from thunder.transforms.autodiff import (
     grad_transform_on_trace,
 )
 
+from thunder_memsave.budget.planned_call import differentiated, flat_outputs
 from thunder_memsave.compiler.claim import claimed
 from thunder_memsave.compiler.fuse import fuses_as_planned
 from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.recorded_joint import taken_apart
+from thunder_memsave.passes.absent_gradients import without_zeros
 from thunder_memsave.passes.drop_unread import drop_unread
-from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.fetch_weights import fetch_weights
+from thunder_memsave.passes.overlap.early_reductions import reduce_early
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import dequantize_at_use, regather, regather_forward
+from thunder_memsave.passes.symbols import is_joint, is_tensor
 from thunder_memsave.passes.tiles.tile_rows import tile_rows
 from thunder_memsave.progress import stage
 
@@ -41,6 +44,20 @@ def claim(state: State) -> State:
     # Nothing after this asks what an operation was made of.
     joint.bound_symbols = [b.from_bsym(subsymbols=()) for b in joint.bound_symbols]
     return replace(state, joint=reduce_early(joint))
+
+
+def leave_out_zeros(state: State) -> State:
+    """Add nothing for outputs beside a loss; a piece gets gradients of all that it returns."""
+    planner = state.facts.planner
+    if not is_joint(state.joint.bound_symbols) or (
+        planner is not None and planner.follow is not None
+    ):
+        return state
+    outputs = flat_outputs(state.joint)
+    if (expected := differentiated(outputs)) is None:
+        return state
+    absent = {o.name for n, o in enumerate(outputs) if is_tensor(o) and n not in expected}
+    return replace(state, joint=without_zeros(state.joint, absent))
 
 
 def fetch(state: State) -> State:

@@ -47,6 +47,11 @@ STEPS: tuple[Step[State], ...] = (
     _step("claim", "let executors claim operations", joint_steps.claim),
     # Passes over the joint trace: operations are claimed.
     _pass("keep_overwritten", "copy what is written over and read by backward", keep_overwritten),
+    _step(
+        "leave_out_zeros",
+        "add no zeros for outputs without a gradient",
+        joint_steps.leave_out_zeros,
+    ),
     _pass("join_views", "make views of views at once", join_views),
     _pass("merge_equal", "compute equal casts and views once", merge_equal),
     _pass(

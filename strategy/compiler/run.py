@@ -21,13 +21,14 @@ from thunder_memsave.compiler.cuda_graphs.graphed_call import GraphedCall
 from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.lowering import Lowered
 from thunder_memsave.ops.accumulation import UnreducedGradients, accumulated_names
-from thunder_memsave.ops.added_gradients import added_names
+from thunder_memsave.ops.added_gradients import added_if_given, added_names
 from thunder_memsave.ops.host_copies.engine import copying
 from thunder_memsave.ops.host_copies.symbols import has_copies
 from thunder_memsave.ops.host_copies.weights import fetches
 from thunder_memsave.ops.running_backward import RunningBackward, running
 from thunder_memsave.ops.updated_parameters import updated_names
 from thunder_memsave.optim.in_backward import Expected, UpdatesInBackward
+from thunder_memsave.passes.symbols import is_tensor
 
 
 def unwrap_results(state: State) -> State:
@@ -123,6 +124,10 @@ def training(
     slots = [(i, a.name) for i, a in enumerate(forward.args) if a.name in named]
     planned_gradients = differentiated(forward.output[0]["output"])
     adds_to = frozenset(i for i, name in slots if name in added)
+    absent = added_if_given(backward.bound_symbols)
+    may_be_absent = frozenset(
+        i for i, p in enumerate(backward.args[1]) if is_tensor(p) and p.name in absent
+    )
 
     def run(*inputs: Tensor) -> Sequence[Any]:
         # Not `inputs`: the batch is not kept until backward.
@@ -137,6 +142,7 @@ def training(
             output_depends_on=lowered.depends_on,
             planned_gradients=planned_gradients,
             adds_to=adds_to,
+            may_be_absent=may_be_absent,
             follow=follow,
         )
         computed = autograd.run(function, (*inputs, *lowered.constants, *lowered.state()))

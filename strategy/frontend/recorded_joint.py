@@ -21,6 +21,7 @@ from thunder_memsave.aten.round_trips import only_casts
 from thunder_memsave.aten.whole_calls import WHOLE_CALL, WHOLE_CALL_BACKWARD
 from thunder_memsave.frontend.fx_nodes import tag_origin
 from thunder_memsave.frontend.opaque import OpaqueExecutor, operator_name
+from thunder_memsave.ops.added_gradients import laid_out
 from thunder_memsave.ops.aten_operators import filled, proxy_like, record
 from thunder_memsave.passes.symbols import keep_unread
 
@@ -76,9 +77,9 @@ class RecordedJoint:
         cotangents, backward = [], list[BoundSymbol]()
         for index, node in zip(self.joint.differentiable, self.joint.cotangents, strict=True):
             cotangents.append(prims.get_grad(of_leaf[index]))
-            with _recording() as laid_out:
+            with _recording() as of_layout:
                 values[node] = self._laid_out(node, cotangents[-1])
-            backward += laid_out
+            backward += of_layout
         with _recording() as recorded:
             self._run(self.joint.gradients, values)
             for gradient in dict.fromkeys(self.joint.gradients):
@@ -106,7 +107,7 @@ class RecordedJoint:
             return tensor
         traced: Tensor = node.meta["val"]
         stride = tuple(traced.stride())
-        return self.opaque.call(laid_out, traced, (tensor, stride), {}, device=self.device)
+        return laid_out(tensor, stride)
 
     def _alias(self, node: fx.Node, value: TensorProxy) -> TensorProxy:
         """Record an alias of what forward made: what backward alone returns is not saved for it."""
@@ -250,14 +251,3 @@ def joint_symbol(recorded: RecordedJoint, function: Callable[..., Any]) -> Symbo
         checker=lambda *_: True,
     )
     return symbol
-
-
-def laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
-    """Return the value with these strides: itself, or a copy.
-
-    One function for all traces, so that what is known of a call holds for all that are alike.
-    """
-    if value.stride() == tuple(stride):
-        return value
-    new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-    return new.copy_(value)

@@ -6,6 +6,7 @@ one, or than the trace does at another moment.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,11 +44,12 @@ def fused(
         CompileError: an operation does not run on tensors without data.
     """
     placed = placing(beside(placing(follow(trace, values)), values))
-    found = list(_Cut(placed, values, compiles=compiles).symbols())
+    cut = _Cut(placed, values, compiles=compiles)
+    found = list(cut.symbols())
     if len(found) == len(placed):
         return trace
     new = from_trace(trace)
-    new.bound_symbols = found
+    new.bound_symbols = [bsym for bsym in found if id(bsym) not in cut.taken_in]
     return new
 
 
@@ -104,6 +106,8 @@ class _Span:
     region: BoundSymbol
     views_after: Sequence[BoundSymbol]
     """Views of its results, for later readers."""
+    taken_in: Sequence[BoundSymbol]
+    """Views that were made before for the region alone, and now are in it."""
 
 
 class _Cut:
@@ -115,10 +119,18 @@ class _Cut:
         self._values, self._compiles = values, compiles
         self._memory = Memory(placed, values)
         self._before, self._most = self._memory.held_before(len(symbols))
+        self.taken_in: set[int] = set()
+        """Ids of the views that are in regions alone."""
+        self._readers: dict[str, list[int]] = defaultdict(list)
+        """Indices of the readers, by name."""
         self._last: dict[str, int] = {}
         """Index of the last reader, by name."""
+        self._maker: dict[str, int] = {}
         for index, bsym in enumerate(symbols):
-            self._last.update((a.name, index) for a in bsym.flat_proxy_args)
+            for a in bsym.flat_proxy_args:
+                self._readers[a.name].append(index)
+                self._last[a.name] = index
+            self._maker.update((o.name, index) for o in bsym.flat_proxy_outs)
         self._last_of_storage: dict[int, int] = {}
         for name, index in self._last.items():
             if (value := values.by_name.get(name)) is not None:
@@ -133,6 +145,7 @@ class _Cut:
             if found is None:
                 yield from self._symbols[start:stop]
             else:
+                self.taken_in.update(map(id, found.taken_in))
                 yield from (*found.views_before, found.region, *found.views_after)
             start = stop
 
@@ -207,6 +220,8 @@ class _Cut:
         inside = self._symbols[start:stop]
         outputs = self._outputs(start, stop)
         body = self._needed(inside, {o.name for o in outputs})
+        taken_in = self._read_here_alone(body, start, stop)
+        body = [*taken_in, *body]
         made = {o.name for bsym in body for o in bsym.flat_proxy_outs}
         read = {a.name: a for bsym in body for a in bsym.flat_proxy_args}
         inputs = [a for name, a in read.items() if name not in made]
@@ -218,7 +233,25 @@ class _Cut:
             num_operators=self._kinds[start:stop].count(Kind.FUSES),
         )
         before, after = self._views(start, stop)
-        return _Span(before, region, after)
+        return _Span(before, region, after, taken_in)
+
+    def _read_here_alone(
+        self, body: Sequence[BoundSymbol], start: int, stop: int
+    ) -> list[BoundSymbol]:
+        """Return the views that are made before a span and read in it alone, in order."""
+        found: dict[int, BoundSymbol] = {}
+        stack = list(body)
+        while stack:
+            for proxy in stack.pop().flat_proxy_args:
+                maker = self._maker.get(proxy.name, stop)
+                if maker >= start or self._kinds[maker] is not Kind.VIEW:
+                    continue
+                bsym = self._symbols[maker]
+                readers = [r for o in bsym.flat_proxy_outs for r in self._readers[o.name]]
+                if all(start <= r < stop or r in found for r in readers):
+                    found[maker] = bsym
+                    stack.append(bsym)
+        return [found[index] for index in sorted(found)]
 
     def _needed(self, symbols: Sequence[BoundSymbol], names: set[str]) -> list[BoundSymbol]:
         """Return the symbols from which the named values follow, in order."""

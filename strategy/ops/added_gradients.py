@@ -1,4 +1,6 @@
-"""Adds a gradient to its parameter's `.grad` as soon as it is there, where several micro-batches accumulate.
+"""Adds gradients in backward: to a parameter's `.grad`, and those that the caller gives of outputs to computed ones.
+
+A gradient is added to its parameter's `.grad` as soon as it is there, where several micro-batches accumulate.
 
 Autograd gets all gradients of a compiled backward at its end, and adds them then: new gradients and old ones would be
 live together. A trace that adds them itself frees each one at once:
@@ -13,13 +15,18 @@ each is added on its own, so the last bits may differ.
 
 Where the engine must get a gradient, such as for `torch.autograd.grad`, a hook or a first one, which becomes `.grad`,
 it does get it (`RunningBackward.given`). Hooks on a parameter's `AccumulateGrad` node cannot be seen: they get None.
+
+The caller seldom gives a gradient of an output beside a loss (`add_if_given`): nothing is added then.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -125,3 +132,79 @@ def returning_others(
         for argument, gradient in zip(arguments, gradients, strict=True)
     )
     return bsym.from_bsym(args=(others,))
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Stands for the gradient that the caller does not give of an output."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        """Return it as a tensor."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+def _laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
+    if value.stride() == tuple(stride):
+        return value
+    new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return new.copy_(value)
+
+
+def _add_if_given(computed: Tensor, given: Tensor | Absent, stride: Sequence[int]) -> Tensor:
+    if isinstance(given, Tensor):
+        return computed + _laid_out(given, stride)
+    if computed.stride() == tuple(stride):
+        return computed
+    return computed + _laid_out(given.zeros(), stride)
+
+
+_laid_out_symbol = _executor.register_operator(
+    "laid_out", meta=lambda value, stride: TensorProxy(like=value), fn=_laid_out
+)
+_add_if_given_symbol = _executor.register_operator(
+    "add_if_given",
+    meta=lambda computed, given, stride: TensorProxy(like=computed),
+    fn=_add_if_given,
+)
+
+
+def laid_out(value: TensorProxy, stride: Sequence[int]) -> TensorProxy:
+    """Record a value with these strides: itself, or a copy."""
+    result: TensorProxy = _laid_out_symbol(value, tuple(stride))
+    return result
+
+
+def stride_laid_out(bsym: BoundSymbol) -> tuple[int, ...] | None:
+    """Return the strides that a symbol gives a value; None: it does something else."""
+    return bsym.args[1] if bsym.sym.id == _laid_out_symbol.id else None
+
+
+def adding_if_given(
+    bsym: BoundSymbol, computed: TensorProxy, given: TensorProxy, stride: Sequence[int]
+) -> BoundSymbol:
+    """Return the symbol for a sum of two: the first itself where the caller gives no second, which has these strides.
+
+    Where the first has other strides, so might the sum: zeros are added then.
+    """
+    return bsym.from_bsym(
+        sym=_add_if_given_symbol, args=(computed, given, tuple(stride)), kwargs={}, subsymbols=()
+    )
+
+
+def adds_if_given(bsym: BoundSymbol) -> bool:
+    """Return whether a symbol adds what the caller gives, if anything."""
+    return bsym.sym.id == _add_if_given_symbol.id  # type: ignore[no-any-return]
+
+
+def added_if_given(symbols: Sequence[BoundSymbol]) -> frozenset[str]:
+    """Return the names of what is added where the caller gives it, and read by nothing else."""
+    added = Counter(b.args[1].name for b in symbols if adds_if_given(b))
+    if not added:
+        return frozenset()
+    makes_nothing = (prims.python_del, prims.python_return)
+    read = Counter(a.name for b in symbols if b.sym not in makes_nothing for a in b.flat_proxy_args)
+    return frozenset(name for name, number in added.items() if read[name] == number)

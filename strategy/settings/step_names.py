@@ -18,6 +18,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "differentiate": _BACKWARD,
         "claim": "what no executor has claimed cannot run",
         "keep_overwritten": "without it, backward reads what forward has written over",
+        "leave_out_zeros": "",
         "join_views": "",
         "merge_equal": "",
         "gather_in_compute_dtype": "",

@@ -35,6 +35,7 @@ from thunder_memsave.sharding.rows import shard_module
 
 NAMES = [step.name for step in STEPS]
 OPTIONAL = (
+    "leave_out_zeros",
     "join_views",
     "merge_equal",
     "gather_in_compute_dtype",

@@ -12,7 +12,8 @@ from thunder_memsave.compiler.state import State
 from thunder_memsave.passes.step import Pass, Step, on_joint
 
 JOINT_PASSES = (
-    *("keep_overwritten", "join_views", "merge_equal", "gather_in_compute_dtype", "gather_in_fp8"),
+    *("keep_overwritten", "leave_out_zeros", "join_views", "merge_equal"),
+    *("gather_in_compute_dtype", "gather_in_fp8"),
     *("add_embedding_gradients", "fetch_weights", "tile_rows", "regather"),
 )
 """Steps that come after the executors have claimed operations, and before the plan."""

@@ -16,13 +16,14 @@ from thunder.executors import torchex
 from harness.joint_passes import JOINT_PASSES
 from passes import contract
 from thunder_memsave.compiler.pipeline import STEPS
+from thunder_memsave.passes.absent_gradients import without_zeros
 from thunder_memsave.passes.cast_before_gather import gather_in_compute_dtype
-from thunder_memsave.passes.early_reductions import reduce_early
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.in_place.embedding_sums import add_embedding_gradients
 from thunder_memsave.passes.in_place.overwritten import keep_overwritten
 from thunder_memsave.passes.join_views import join_views
 from thunder_memsave.passes.merge_equal import merge_equal
+from thunder_memsave.passes.overlap.early_reductions import reduce_early
 from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import regather, regather_forward
@@ -56,10 +57,19 @@ def test_no_pass_of_the_list_is_left_out_of_these_tests() -> None:
     assert found == [*JOINT_PASSES]
     assert set(JOINT_PASSES) < {
         *(run.__name__ for run in IDLE),
+        "leave_out_zeros",
         "join_views",
         "fetch_weights",
         "tile_rows",
     }
+
+
+def test_leaving_out_zeros_satisfies_the_contract() -> None:
+    leaving_out = partial(without_zeros, absent=frozenset())
+    contract.check(
+        leaving_out, name="leave_out_zeros", changes_the_probe=False
+    )  # it has a loss alone
+    contract.check_identity(leaving_out, name="leave_out_zeros")
 
 
 def test_joining_views_satisfies_the_contract() -> None:

@@ -15,6 +15,7 @@ from thunder_memsave.compiler.cuda_graphs.captured import Backward, CapturedCall
 from thunder_memsave.compiler.cuda_graphs.host_waits import HostWaits
 from thunder_memsave.compiler.cuda_graphs.runtime import NotCapturableError, Runtime
 from thunder_memsave.errors import CompileError
+from thunder_memsave.ops.added_gradients import Absent
 
 NUM_ORDINARY = 2
 """Steps before the first capture: in them kernels are chosen, and libraries allocate what they keep."""
@@ -110,8 +111,10 @@ class GraphedCall:
             gradients = self._ordinary(lambda: differentiate(saved, cotangents))
             self._num_ordinary += 1
             return gradients  # type: ignore[no-any-return]
+        # A graph cannot tell whether the next backward gets them.
+        given = [c.zeros() if isinstance(c, Absent) else c for c in cotangents]
         try:
-            return numbers.call.run_backward(differentiate, cotangents, wanted)
+            return numbers.call.run_backward(differentiate, given, wanted)
         except NotCapturableError as error:
             self.why_off = str(error)
             raise CompileError(

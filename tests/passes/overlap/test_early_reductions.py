@@ -13,7 +13,7 @@ from harness.traces import fake_ranks, unlimited_planner
 from thunder_memsave.compiler import joint_steps
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import MemoryConfig
-from thunder_memsave.passes.early_reductions import reduce_early
+from thunder_memsave.passes.overlap.early_reductions import reduce_early
 from thunder_memsave.passes.overlap.facts import is_reduction
 from thunder_memsave.sharding.rows import gather_rows, shard_module
 
