@@ -18,7 +18,7 @@ class Turned(nn.Module):
         super().__init__()
         self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
         self.outer = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers))
-        self.register_buffer("turn", torch.linspace(0, 1, WIDTH // HEADS))
+        self.turn = nn.Parameter(torch.linspace(0, 1, WIDTH // HEADS), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for inner, outer in zip(self.inner, self.outer, strict=True):
