@@ -150,3 +150,34 @@ def test_an_evaluation_is_ordinary_and_may_come_between(runtime: FakeRuntime) ->
     model.eval()
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], model(x).detach())
+
+
+class WithHidden(nn.Module):
+    """Returns what its loss is computed from beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.second(torch.tanh(self.first(x)))
+        return hidden.tanh().square().mean(), hidden
+
+
+def test_a_graph_takes_gradients_of_outputs_beside_the_loss_in_some_steps_alone(
+    runtime: FakeRuntime,
+) -> None:
+    fabric = make_fabric(cuda_graphs=True)
+    torch.manual_seed(0)
+    model = WithHidden()
+    module = fabric.setup(model)
+    for step in range(6):
+        x = torch.randn(5, 4)
+        found, expected = [], []
+        for run, gradients in ((module, found), (model, expected)):
+            model.zero_grad()
+            loss, hidden = run(x)
+            (loss + hidden.sum() if step % 2 else loss).backward()
+            gradients += [p.grad for p in model.parameters()]
+        torch.testing.assert_close(found, expected)
+    assert [graph.num_replays for graph in runtime.graphs] == [4, 4]
