@@ -51,7 +51,7 @@ def accumulated(
 def check_against_keeping_all(**arguments: Any) -> None:
     expected, free, _ = accumulated(KEEP_ALL, **arguments)
     with small_values(), hostile_copies() as (engine, buffers):
-        budget = free.predicted_peak_bytes * 7 // 10
+        budget = free.predicted_peak_bytes * 6 // 10
         ours, plan, text = accumulated(offloading(budget), **arguments)
         assert engine.num_begun["out"] == engine.num_begun["in"] > 0
         assert buffers.count() == 0
