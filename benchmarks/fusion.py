@@ -68,14 +68,13 @@ def step_of(
     called = model
     if way == "torch.compile":
         called = torch.compile(model)  # type: ignore[assignment]
+    elif way == SMALL:
+        fused = compiled(copy.deepcopy(model), fusion=True)
+        fused(input_ids=batch, labels=batch)
+        peak_bytes = fused._forward_module.planner.calls[-1].profile.peak_bytes
+        called = compiled(model, fusion=True, memory={"budget": peak_bytes - saved_bytes()})
     elif way != "eager":
-        if way == SMALL:
-            fused = compiled(copy.deepcopy(model), fusion=True)
-            fused(input_ids=batch, labels=batch)
-            peak_bytes = fused._forward_module.planner.calls[-1].profile.peak_bytes
-            called = compiled(model, fusion=True, budget=peak_bytes - saved_bytes())
-        else:
-            called = compiled(model, fusion=way == "fused")
+        called = compiled(model, fusion=way == "fused")
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -86,8 +85,7 @@ def step_of(
 
 def compiled(model: nn.Module, **settings: Any) -> Any:
     """Set the model up with our strategy."""
-    memory = {"budget": settings.pop("budget")} if "budget" in settings else {}
-    strategy = ThunderMemsaveStrategy(sharding="none", memory=memory, **settings)
+    strategy = ThunderMemsaveStrategy(sharding="none", **settings)
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
     return fabric.setup_module(model)

@@ -181,6 +181,7 @@ class MemoryPlanner:
             OtherRankError: rank 0 found none.
         """
         stage("extract")
+        arguments = self._known_of(arguments)
         attempt = Attempt.of(
             traces,
             steps,
@@ -206,6 +207,10 @@ class MemoryPlanner:
             updated=attempt.updated,
             copies=call.copies,
         )
+
+    def _known_of(self, arguments: Arguments) -> Arguments:
+        """Return what plans may know of a call's arguments."""
+        return arguments
 
     def memory_beside(self, unread_bytes: int) -> StepMemory:
         """Return what a step holds beside a call that does not read `unread_bytes` of the module."""

@@ -360,13 +360,19 @@ def differentiated(outputs: Sequence[Any]) -> frozenset[int] | None:
     return frozenset(losses) or None
 
 
+def without_gradient(trace: TraceCtx) -> frozenset[str]:
+    """Return the names of the outputs for which no gradient is expected: those beside losses."""
+    outputs = flat_outputs(trace)
+    if (expected := differentiated(outputs)) is None:
+        return frozenset()
+    others = (o for n, o in enumerate(outputs) if n not in expected)
+    return frozenset(o.name for o in others if isinstance(o, Proxy))
+
+
 def with_zeros(graph: TrainingGraph, trace: TraceCtx) -> TrainingGraph:
     """Begin backward with the zeros that `compiler/autograd.py` makes for outputs without a gradient."""
-    outputs = flat_outputs(trace)
-    expected = differentiated(outputs)
-    if expected is None:
+    if not (others := without_gradient(trace)):
         return graph
-    others = {o.name for n, o in enumerate(outputs) if isinstance(o, Proxy) and n not in expected}
     names = [
         b.output.name
         for b in trace.bound_symbols

@@ -10,7 +10,7 @@ from thunder.transforms.autodiff import (
     grad_transform_on_trace,
 )
 
-from thunder_memsave.budget.planned_call import differentiated, flat_outputs
+from thunder_memsave.budget.planned_call import without_gradient
 from thunder_memsave.compiler.claim import claimed
 from thunder_memsave.compiler.fuse import fuses_as_planned
 from thunder_memsave.compiler.state import State
@@ -21,7 +21,7 @@ from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.overlap.early_reductions import reduce_early
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import dequantize_at_use, regather, regather_forward
-from thunder_memsave.passes.symbols import is_joint, is_tensor
+from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.passes.tiles.tile_rows import tile_rows
 from thunder_memsave.progress import stage
 
@@ -53,11 +53,7 @@ def leave_out_zeros(state: State) -> State:
         planner is not None and planner.follow is not None
     ):
         return state
-    outputs = flat_outputs(state.joint)
-    if (expected := differentiated(outputs)) is None:
-        return state
-    absent = {o.name for n, o in enumerate(outputs) if is_tensor(o) and n not in expected}
-    return replace(state, joint=without_zeros(state.joint, absent))
+    return replace(state, joint=without_zeros(state.joint, without_gradient(state.joint)))
 
 
 def fetch(state: State) -> State:

@@ -71,15 +71,15 @@ def follow(trace: TraceCtx, values: Values) -> list[Placed]:
 
 def fuses(bsym: BoundSymbol, values: Values) -> bool:
     """Return whether a symbol that is no bookkeeping fuses with neighbours; `values` has what it reads."""
-    return not uses_gradient(bsym) and _kind(bsym, values) is Kind.FUSES
-
-
-def _kind(bsym: BoundSymbol, values: Values) -> Kind:
-    proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
-    if not bsym.flat_proxy_args or not all(isinstance(p, TensorProxy) for p in proxies):
-        return Kind.OTHER
+    if uses_gradient(bsym) or not _is_of_tensors(bsym):
+        return False
     arguments = [values.by_name.get(a.name) for a in bsym.flat_proxy_args]
-    return kind_of(bsym, values.known.profile(bsym, arguments), arguments)
+    return kind_of(bsym, values.known.profile(bsym, arguments), arguments) is Kind.FUSES
+
+
+def _is_of_tensors(bsym: BoundSymbol) -> bool:
+    proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+    return bool(bsym.flat_proxy_args) and all(isinstance(p, TensorProxy) for p in proxies)
 
 
 def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
@@ -91,10 +91,10 @@ def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
     arguments = [values.by_name.get(a.name) for a in bsym.flat_proxy_args]
     profile = values.known.profile(bsym, arguments)
     values.run(bsym, index, "temporary")
-    proxies = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
-    is_of_tensors = bool(arguments) and all(isinstance(p, TensorProxy) for p in proxies)
+    is_of_tensors = _is_of_tensors(bsym)
+    kind = kind_of(bsym, profile, arguments) if is_of_tensors else Kind.OTHER
     may_be_passed = is_of_tensors and is_pure(bsym, profile)
-    return Placed(bsym, _kind(bsym, values), may_be_passed, profile.peak_bytes)
+    return Placed(bsym, kind, may_be_passed, profile.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +123,16 @@ class _Cut:
         """Ids of the views that are in regions alone."""
         self._readers: dict[str, list[int]] = defaultdict(list)
         """Indices of the readers, by name."""
-        self._last: dict[str, int] = {}
-        """Index of the last reader, by name."""
         self._maker: dict[str, int] = {}
         for index, bsym in enumerate(symbols):
             for a in bsym.flat_proxy_args:
                 self._readers[a.name].append(index)
-                self._last[a.name] = index
             self._maker.update((o.name, index) for o in bsym.flat_proxy_outs)
         self._last_of_storage: dict[int, int] = {}
-        for name, index in self._last.items():
+        for name, readers in self._readers.items():
             if (value := values.by_name.get(name)) is not None:
                 last = self._last_of_storage.get(value.storage, -1)
-                self._last_of_storage[value.storage] = max(last, index)
+                self._last_of_storage[value.storage] = max(last, readers[-1])
 
     def symbols(self) -> Iterator[BoundSymbol]:
         """Yield the symbols of the new trace."""
@@ -159,7 +156,7 @@ class _Cut:
             if stop is None:
                 break
             span = self._made(start, stop)
-            if self._runs_within(span.region, self._room(start, stop)):
+            if self._may_run(span.region, start, stop):
                 return stop, span
             if has_failed(span.region):
                 return stop, None
@@ -270,7 +267,10 @@ class _Cut:
             if kind is Kind.VIEW
         ]
         later = {
-            o.name for b in views for o in b.flat_proxy_outs if self._last.get(o.name, -1) >= stop
+            o.name
+            for b in views
+            for o in b.flat_proxy_outs
+            if any(r >= stop for r in self._readers[o.name])
         }
         made = {self._storage(o) for o in self._outputs(start, stop)}
         before: list[BoundSymbol] = []
@@ -280,8 +280,8 @@ class _Cut:
             (after if is_of_region else before).append(bsym)
         return before, after
 
-    def _runs_within(self, region: BoundSymbol, room: int) -> bool:
-        """Return whether it can be compiled, and allocates no more, such as the parts of a concatenation on a CPU."""
+    def _may_run(self, region: BoundSymbol, start: int, stop: int) -> bool:
+        """Return whether a region can be compiled, and has room for what it allocates, as to concatenate on a CPU."""
         if not self._compiles:
             return True
         compiled = known(region.sym.name)
@@ -289,4 +289,5 @@ class _Cut:
             return False
         arguments = [self._values.by_name[a.name] for a in region.flat_proxy_args]
         profile = self._values.known.profile(region, arguments)
-        return profile.peak_bytes <= max(room, sum(profile.made_bytes))
+        most = sum(profile.made_bytes)
+        return profile.peak_bytes <= most or profile.peak_bytes <= self._room(start, stop)

@@ -5,13 +5,12 @@ A gradient is added to its parameter's, or updates it, or is added to what the c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from thunder.core.symbol import BoundSymbol
 
-from thunder_memsave.measure.layouts import Value, layout_of
+from thunder_memsave.measure.layouts import Value, layout_of, numel_of
 from thunder_memsave.measure.op_profile import OpProfile
 from thunder_memsave.ops.added_gradients import adds_gradient, adds_if_given
 from thunder_memsave.ops.updated_parameters import is_copied, update_of, updates_parameter
@@ -36,7 +35,7 @@ class UsedGradientRules:
         if not uses_gradient(bsym):
             return None
         layout = arguments[0].layout
-        nbytes = math.prod(layout.shape) * layout.dtype.itemsize
+        nbytes = numel_of(layout) * layout.dtype.itemsize
         peak_bytes, moved_bytes = 0, 3 * nbytes  # both gradients are read, one is written
         if updates_parameter(bsym):
             update = update_of(bsym)

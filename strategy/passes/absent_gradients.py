@@ -18,17 +18,13 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance
 
+from thunder_memsave.measure.layouts import contiguous
 from thunder_memsave.ops.added_gradients import adding_if_given, stride_laid_out
 from thunder_memsave.ops.aten_operators import operator_of
+from thunder_memsave.passes.join_views import VIEWS
 from thunder_memsave.passes.symbols import forward_symbols, with_others
 
 _ATEN = torch.ops.aten
-_VIEWS = frozenset(
-    {
-        *(_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.t.default),
-        *(_ATEN.transpose.int, _ATEN.permute.default),
-    }
-)
 
 
 def without_zeros(trace: TraceCtx, absent: Collection[str]) -> TraceCtx:
@@ -71,7 +67,7 @@ class _Sums:
 
     def add(self, given: TensorProxy) -> None:
         """Look at what reads a gradient that the caller may give."""
-        value, stride = given, _contiguous(given.shape)
+        value, stride = given, contiguous(given).stride
         layouts = [b for b in self._readers[given.name] if stride_laid_out(b) is not None]
         if layouts:
             value, stride = layouts[0].output, layouts[0].args[1]
@@ -92,16 +88,8 @@ class _Sums:
         if maker is None or id(maker) in self._forward or len(self._readers[value.name]) != 1:
             return False
         operator = operator_of(maker)
-        if operator in _VIEWS:
+        if operator in VIEWS:
             return self._is_made_for_it(maker.args[0])
         return operator is not None and not any(
             r.alias_info is not None for r in operator._schema.returns
         )
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, strides = 1, []
-    for length in reversed(shape):
-        strides.append(stride)
-        stride *= max(1, length)
-    return tuple(reversed(strides))

@@ -34,7 +34,8 @@ _VIEW = _ATEN.view.default
 _RESHAPES = frozenset({_VIEW, _ATEN._unsafe_view.default})
 """The second differs from the first for autograd alone, which sees nothing of a trace."""
 _PERMUTES = frozenset({_ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default})
-_VIEWS = _RESHAPES | _PERMUTES
+VIEWS = _RESHAPES | _PERMUTES
+"""Operators that give a tensor another shape or order of dims, and move nothing."""
 _CONTIGUOUS = frozenset({_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default})
 """Operators whose results are contiguous, whatever they read."""
 
@@ -87,7 +88,7 @@ class _Joined:
     def _follow(self, bsym: BoundSymbol, names: dict[str, Proxy]) -> None:
         """Append a symbol; a view as one of what its operand is a view of; or add under which name its result is."""
         operator = operator_of(bsym)
-        if operator not in _VIEWS:
+        if operator not in VIEWS:
             self.symbols.append(bsym)
             if operator in _CONTIGUOUS:
                 self._contiguous.add(bsym.output.name)

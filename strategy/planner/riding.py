@@ -12,7 +12,7 @@ of torch.compile has such a rule too (`torch/_functorch/partitioners.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -82,11 +82,8 @@ class _Riding:
 
     def _is_read(self, storage: int, place: int) -> bool:
         """Return whether a kernel of backward reads a storage anyway."""
-        return any(self._after[r] == place for r in self._later(storage))
-
-    def _later(self, storage: int) -> Iterator[int]:
-        forward = self._graph.num_forward
-        return (r for r in self._readers.get(storage, ()) if r >= forward and r in self._fusing)
+        later = (r for r in self._readers.get(storage, ()) if r >= self._graph.num_forward)
+        return any(r in self._fusing and self._after[r] == place for r in later)
 
     @cached_property
     def _after(self) -> Mapping[int, int]:

@@ -33,7 +33,7 @@ def _functions_fuse() -> Iterator[None]:
 def _one_by_one() -> Iterator[None]:
     """Regions run their operators one by one, whose scratch is taken to be none."""
     with (
-        patch.object(_Cut, "_runs_within", lambda cut, region, room: True),
+        patch.object(_Cut, "_may_run", lambda cut, region, start, stop: True),
         patch.object(inductor, "why_unavailable", lambda device_type: None),
         patch.object(inductor, "compile_graph", lambda graph, inputs: graph),
         patch.object(inductor, "describe", lambda: "one by one"),

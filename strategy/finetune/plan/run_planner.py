@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from typing_extensions import override
 
 from thunder_memsave.budget.arguments import Arguments
-from thunder_memsave.budget.extract import Fuses, nothing_fuses
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.offload.last_resort import LastResort, States
 from thunder_memsave.budget.offload.terms import offload_terms
@@ -19,7 +17,6 @@ from thunder_memsave.config import StrategyConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.finetune.plan.fp8_planned import by_transformer_engine
-from thunder_memsave.passes.step import S, Step
 from thunder_memsave.planner.graph import Device, StepMemory
 from thunder_memsave.planner.search.solve import pareto
 from thunder_memsave.progress import stage
@@ -77,18 +74,9 @@ class RunPlanner(MemoryPlanner):
         return self._sharding
 
     @override
-    def planned(
-        self,
-        traces: S,
-        *,
-        steps: Sequence[Step[S]],
-        arguments: Arguments,
-        fuses: Fuses = nothing_fuses,
-    ) -> S:
-        """As `MemoryPlanner` does; where the budget is too small, with the smallest plan."""
+    def _known_of(self, arguments: Arguments) -> Arguments:
         # The module's own tensors hold nothing; the trace knows their shapes.
-        arguments = replace(arguments, tensors={})
-        return super().planned(traces, steps=steps, arguments=arguments, fuses=fuses)
+        return replace(arguments, tensors={})
 
     @override
     def _planned(self, attempt: Attempt) -> PlannedCall:
