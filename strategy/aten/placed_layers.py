@@ -228,12 +228,13 @@ class _Placing:
         if not models:
             return
         graph = self._row.graph
+        trees = [tree_flatten((model.args, model.kwargs))[1] for model in models]
         with graph.inserting_before(self._nodes[phase, after][-1].next):
             for layer in cut:
                 made = self._nodes[phase, layer] = []
-                for model, of_model in zip(models, sources, strict=True):
+                for model, of_model, tree in zip(models, sources, trees, strict=True):
                     read = [self._argument(source, (phase, layer)) for source in of_model]
-                    args, kwargs = tree_unflatten(read, tree_flatten((model.args, model.kwargs))[1])
+                    args, kwargs = tree_unflatten(read, tree)
                     made.append(graph.create_node(model.op, model.target, args, kwargs))
                     made[-1].meta = self._meta(model, layer)
 

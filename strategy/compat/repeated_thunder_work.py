@@ -5,7 +5,10 @@
   A lone proxy, the result of most symbols, is not first looked for in a set of types that is made for each call.
 - `BoundSymbol.gather_ctxs` makes all operands printable twice, though the first time fills both of the tables.
 - `TraceCtx.python_callable` gathers what all symbols read for the text, and once more for the function.
-- `Symbol.normalize` asks `inspect` for the signature of the same function each time.
+- `Symbol.normalize` asks `inspect` for the signature of the same function each time, and binds to it, also
+  where it takes whatever is given.
+- The proxies of a symbol are found by way of optree and of three properties with a lock each (Python 3.11).
+- `to_printable` and `prettyprint` flatten each list of numbers, such as a shape, to look at each alone.
 
 What all return is the same.
 
@@ -18,19 +21,23 @@ import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
+_PLAIN = frozenset((int, float, bool, str, type(None)))
+_LEAVES = _PLAIN | {torch.dtype, torch.device, torch.memory_format}
 _without_fields: set[type] = set()
 """Types of leaves that are no dataclasses."""
-_signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = (
-    weakref.WeakKeyDictionary()
-)
+_Signature = tuple[inspect.Signature, tuple[Any, ...]]
+"""A signature, and the kinds of its parameters."""
+_signatures: weakref.WeakKeyDictionary[Callable[..., Any], _Signature] = weakref.WeakKeyDictionary()
 
 
 def apply() -> None:
     """Let Thunder flatten once, and keep signatures."""
-    from thunder.core import pytree, symbol, trace
+    from thunder.core import codeutils, pytree, symbol, trace
     from thunder.core import transforms as core_transforms
     from thunder.transforms import autodiff
 
@@ -42,7 +49,10 @@ def apply() -> None:
         module.tree_flatten_with_dataclass = flatten
     symbol.Symbol.normalize = _normalize
     symbol.BoundSymbol.gather_ctxs = _gather_ctxs
+    _find_proxies_at_once(symbol.BoundSymbol)
     trace.TraceCtx.python_callable = _gathering_once(trace.TraceCtx.python_callable)
+    codeutils.to_printable = _plain_at_once(codeutils.to_printable, pytree.ProxyInterface)
+    codeutils.prettyprint = _plain_text(codeutils.prettyprint, pytree.ProxyInterface)
 
 
 def _flattening(pytree: Any) -> Callable[[Any], tuple[list[Any], Any]]:
@@ -90,18 +100,106 @@ def _gathering_once(make: Callable[..., Any]) -> Callable[..., Any]:
     return python_callable
 
 
+class _Kept:
+    """A property that is computed once for each object."""
+
+    def __init__(self, compute: Callable[[Any], Any], name: str) -> None:
+        self.compute, self.name = compute, name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        found = owner.__dict__[self.name] = self.compute(owner)
+        return found
+
+
+def _find_proxies_at_once(symbol: Any) -> None:
+    """Let symbols find the proxies among their operands and results without a copy of the trees that they are in."""
+    known = {n: p.func for n, p in vars(symbol).items() if type(p) is functools.cached_property}
+    for name, compute in known.items():
+        setattr(symbol, name, _Kept(compute, name))
+    of_arguments, of_outputs = known["flat_proxy_args"], known["flat_proxy_outs"]
+
+    def flat_proxy_args(self: Any) -> tuple[Any, ...]:
+        found: list[Any] = []
+        named = (self.kwargs[name] for name in sorted(self.kwargs))
+        is_plain = _take_proxies(self.args, found) and _take_proxies(named, found)
+        return tuple(found) if is_plain else of_arguments(self)
+
+    def flat_proxy_outs(self: Any) -> tuple[Any, ...]:
+        found: list[Any] = []
+        return tuple(found) if _take_proxies((self.output,), found) else of_outputs(self)
+
+    symbol.flat_proxy_args = _Kept(flat_proxy_args, "flat_proxy_args")
+    symbol.flat_proxy_outs = _Kept(flat_proxy_outs, "flat_proxy_outs")
+
+
+def _take_proxies(values: Iterable[Any], found: list[Any]) -> bool:
+    """Add the proxies among values and in lists of them; return False where a value is of a type that may hold some."""
+    from thunder.core.baseutils import ProxyInterface
+
+    for value in values:
+        if isinstance(value, ProxyInterface):
+            found.append(value)
+        elif (kind := type(value)) in (tuple, list):
+            if not _take_proxies(value, found):
+                return False
+        elif kind not in _LEAVES:
+            return False
+    return True
+
+
 def _normalize(self: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a symbol with the defaults of those that are not given."""
     assert self.meta is not None
-    bound = _signature_of(self.meta).bind(*args, **kwargs)
+    signature, kinds = _signature_of(self.meta)
+    if kinds == _ANYTHING or (kinds == _ANYTHING[:1] and not kwargs):
+        return args, kwargs
+    bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.args, bound.kwargs
 
 
-def _signature_of(meta: Callable[..., Any]) -> inspect.Signature:
+def _plain_at_once(make: Callable[..., Any], proxy: type) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def to_printable(trace: Any, x: Any, **contexts: Any) -> Any:
+        """Return what stands for an operand in a text: numbers, proxies and lists of them as they are."""
+        kind = type(x)
+        if kind in _PLAIN or isinstance(x, proxy):
+            return x
+        inside = x if kind in (tuple, list) else x.values() if kind is dict else (x,)
+        if all(type(e) in _PLAIN or isinstance(e, proxy) for e in inside):
+            return x
+        return make(trace, x, **contexts)
+
+    return to_printable
+
+
+def _plain_text(write: Callable[..., str], proxy: type) -> Callable[..., str]:
+    @functools.wraps(write)
+    def prettyprint(x: Any, **options: Any) -> str:
+        """Return the text of an operand: of a proxy its name, of whole numbers and lists of them Python's."""
+        if not options:
+            if isinstance(x, proxy):
+                return x.name  # type: ignore[attr-defined, no-any-return]
+            inside = x if type(x) in (tuple, list) else (x,)
+            if all(type(e) is int for e in inside):
+                return str(x)
+        return write(x, **options)
+
+    return prettyprint
+
+
+_ANYTHING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _signature_of(meta: Callable[..., Any]) -> _Signature:
     try:
         if (known := _signatures.get(meta)) is None:
-            known = _signatures[meta] = inspect.signature(meta)
+            known = _signatures[meta] = _asked(meta)
     except TypeError:  # no weak reference, or no hash
-        return inspect.signature(meta)
+        return _asked(meta)
     return known
+
+
+def _asked(meta: Callable[..., Any]) -> _Signature:
+    signature = inspect.signature(meta)
+    return signature, tuple(each.kind for each in signature.parameters.values())

@@ -32,7 +32,7 @@ from thunder_memsave.compat import (
     stale_tensor_guards,
     wrapped_parameters,
 )
-from thunder_memsave.compat.timed_guards import not_timed
+from thunder_memsave.compat.costly_guards import built_quickly
 from thunder_memsave.errors import CaptureError, user_frame
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.frontend.returned_weights import returned_from_graph
@@ -403,7 +403,7 @@ def _build_guards(output: Any, call: Call, *, swapped: Mapping[int, nn.Parameter
 
     hooks = Hooks(guard_filter_fn=keep) if swapped else None
     code = get_traced_fn(call.target)[0].__code__
-    with not_timed():
+    with built_quickly():
         return output.graph_capture_output.build_guards(code, hooks=hooks).guard_manager
 
 

@@ -194,7 +194,6 @@ class _Completed:
 
     def capture(self) -> Capture:
         """Add the layers between the first ones and the last."""
-        graph = self.captured.graph
         own = self._own_operands()
         before, model, after = segments = self._segments()
         self._check(segments, own)
@@ -213,7 +212,6 @@ class _Completed:
             for read in node.all_input_nodes:
                 if read in pairs:
                     node.replace_input_with(read, pairs[read])
-        graph.recompile()
         placeholders = self._placeholders
         weights = [id(inputs[node].tensor) for node in placeholders]
         if len(set(weights)) != len(weights):
