@@ -50,6 +50,7 @@ _VIEWS: frozenset[OpOverload] = frozenset(
         *(_aten.unbind.int, _aten.chunk.default),
     }
 )
+_RESHAPES = (_aten.view.default, _aten._unsafe_view.default)
 EXACT_ON_CUDA = EXACT - {_aten.div.Tensor}
 EXACT_ON_CPU = EXACT | {_aten.rsqrt.default}
 """There it is, of float32, a square root and a quotient, each rounded as IEEE 754 says."""
@@ -90,6 +91,11 @@ def is_pure(bsym: BoundSymbol, profile: OpProfile) -> bool:
     return not (
         profile.written or profile.changes_device or profile.is_random or profile.is_collective
     )
+
+
+def reshapes(bsym: BoundSymbol) -> bool:
+    """Return whether a view has all numbers of what it views, in their order."""
+    return aten_operators.operator_of(bsym) in _RESHAPES
 
 
 def kind_of(bsym: BoundSymbol, profile: OpProfile, operands: Sequence[Value | None]) -> Kind:

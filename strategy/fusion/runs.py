@@ -17,7 +17,7 @@ from thunder.core.trace import TraceCtx, from_trace
 from thunder_memsave.budget.extract import Values, is_bookkeeping
 from thunder_memsave.fusion.memory import Memory, Placed, with_places
 from thunder_memsave.fusion.neighbours import beside
-from thunder_memsave.fusion.operators import Kind, is_pure, kind_of
+from thunder_memsave.fusion.operators import Kind, is_pure, kind_of, reshapes
 from thunder_memsave.fusion.region import bind, has_failed, known
 from thunder_memsave.measure.used_gradients import uses_gradient
 from thunder_memsave.ops.updated_parameters import update_of, updates_parameter
@@ -48,8 +48,9 @@ def fused(
     found = list(cut.symbols())
     if len(found) == len(placed):
         return trace
+    taken_in = {id(placed[index].bsym) for index in cut.taken_in}
     new = from_trace(trace)
-    new.bound_symbols = [bsym for bsym in found if id(bsym) not in cut.taken_in]
+    new.bound_symbols = [bsym for bsym in found if id(bsym) not in taken_in]
     return new
 
 
@@ -106,8 +107,9 @@ class _Span:
     region: BoundSymbol
     views_after: Sequence[BoundSymbol]
     """Views of its results, for later readers."""
-    taken_in: Sequence[BoundSymbol]
-    """Views that were made before for the region alone, and now are in it."""
+    taken_in: Sequence[int]
+    """Indices of views that are in the region now: those made before for it alone, and those through which alone its
+    results are read."""
 
 
 class _Cut:
@@ -120,7 +122,7 @@ class _Cut:
         self._memory = Memory(placed, values)
         self._before, self._most = self._memory.held_before(len(symbols))
         self.taken_in: set[int] = set()
-        """Ids of the views that are in regions alone."""
+        """Indices of the views that are in regions alone."""
         self._readers: dict[str, list[int]] = defaultdict(list)
         """Indices of the readers, by name."""
         self._maker: dict[str, int] = {}
@@ -142,7 +144,7 @@ class _Cut:
             if found is None:
                 yield from self._symbols[start:stop]
             else:
-                self.taken_in.update(map(id, found.taken_in))
+                self.taken_in.update(found.taken_in)
                 yield from (*found.views_before, found.region, *found.views_after)
             start = stop
 
@@ -214,11 +216,12 @@ class _Cut:
         return [o for o in made if self._last_of_storage.get(self._storage(o), -1) >= stop]
 
     def _made(self, start: int, stop: int) -> _Span:
-        inside = self._symbols[start:stop]
-        outputs = self._outputs(start, stop)
-        body = self._needed(inside, {o.name for o in outputs})
+        outputs, after = self._read_through_views(self._outputs(start, stop))
+        inside = [i for i in range(start, stop) if i not in self.taken_in]
+        symbols = [self._symbols[i] for i in (*inside, *(i for i in after if i >= stop))]
+        body = self._needed(symbols, {o.name for o in outputs})
         taken_in = self._read_here_alone(body, start, stop)
-        body = [*taken_in, *body]
+        body = [*(self._symbols[i] for i in taken_in), *body]
         made = {o.name for bsym in body for o in bsym.flat_proxy_outs}
         read = {a.name: a for bsym in body for a in bsym.flat_proxy_args}
         inputs = [a for name, a in read.items() if name not in made]
@@ -229,26 +232,40 @@ class _Cut:
             self._values.by_name,
             num_operators=self._kinds[start:stop].count(Kind.FUSES),
         )
-        before, after = self._views(start, stop)
-        return _Span(before, region, after, taken_in)
+        views = self._views([i for i in inside if i not in after], start, stop)
+        return _Span(views[0], region, views[1], [*taken_in, *after])
 
-    def _read_here_alone(
-        self, body: Sequence[BoundSymbol], start: int, stop: int
-    ) -> list[BoundSymbol]:
-        """Return the views that are made before a span and read in it alone, in order."""
-        found: dict[int, BoundSymbol] = {}
+    def _read_through_views(self, outputs: Sequence[Proxy]) -> tuple[list[Proxy], list[int]]:
+        """Return what is read of results, and the indices of the views through which alone some are: other shapes."""
+        found, taken_in = [], []
+        for each in outputs:
+            output = each
+            while len(readers := set(self._readers[output.name])) == 1:
+                (reader,) = readers
+                is_view = self._kinds[reader] is Kind.VIEW and reshapes(self._symbols[reader])
+                if not is_view or reader in self.taken_in:
+                    break
+                taken_in.append(reader)
+                (output,) = self._symbols[reader].flat_proxy_outs
+            found.append(output)
+        return found, taken_in
+
+    def _read_here_alone(self, body: Sequence[BoundSymbol], start: int, stop: int) -> list[int]:
+        """Return the indices of the views that are made before a span and read in it alone."""
+        found: set[int] = set()
         stack = list(body)
         while stack:
             for proxy in stack.pop().flat_proxy_args:
                 maker = self._maker.get(proxy.name, stop)
-                if maker >= start or self._kinds[maker] is not Kind.VIEW:
+                is_view = maker < start and self._kinds[maker] is Kind.VIEW
+                if not is_view or maker in self.taken_in:
                     continue
                 bsym = self._symbols[maker]
                 readers = [r for o in bsym.flat_proxy_outs for r in self._readers[o.name]]
                 if all(start <= r < stop or r in found for r in readers):
-                    found[maker] = bsym
+                    found.add(maker)
                     stack.append(bsym)
-        return [found[index] for index in sorted(found)]
+        return sorted(found)
 
     def _needed(self, symbols: Sequence[BoundSymbol], names: set[str]) -> list[BoundSymbol]:
         """Return the symbols from which the named values follow, in order."""
@@ -259,13 +276,11 @@ class _Cut:
                 found.append(bsym)
         return found[::-1]
 
-    def _views(self, start: int, stop: int) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
+    def _views(
+        self, inside: Sequence[int], start: int, stop: int
+    ) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
         """Return the views that later readers need: of what was there before, and of what the region makes."""
-        views = [
-            bsym
-            for kind, bsym in zip(self._kinds[start:stop], self._symbols[start:stop], strict=True)
-            if kind is Kind.VIEW
-        ]
+        views = [self._symbols[i] for i in inside if self._kinds[i] is Kind.VIEW]
         later = {
             o.name
             for b in views

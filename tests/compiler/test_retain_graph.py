@@ -184,6 +184,42 @@ def test_they_are_gone_after_a_backward_that_an_exception_ended() -> None:
     assert watched.num_alive() == 0
 
 
+@pytest.mark.parametrize("saved", ["itself", "view", "view of the view", "base", "beside", "input"])
+@pytest.mark.parametrize("output", ["base", "view"])
+def test_a_result_dies_with_its_last_name_whatever_is_saved_of_it(saved: str, output: str) -> None:
+    """PyTorch keeps an output for ever of which a view is saved (pytorch #94990)."""
+
+    def forward(x: Tensor) -> Any:
+        made = x + 1
+        given = made if output == "base" else made.view(-1)
+        kept = {
+            "itself": given,
+            "view": given.view(3, 1),
+            "view of the view": given.view(3, 1)[:2],
+            "base": made,
+            "beside": made[1:],
+            "input": x.view(3, 1),
+        }
+        return [given], ([kept[saved]], [])
+
+    def backward(saved: list[Any], cotangents: list[Tensor], reached: Any) -> list[Tensor]:
+        return [cotangents[0] * saved[0][0].sum()]
+
+    function = autograd.Differentiable(forward, backward, (frozenset({0}),))
+    x = torch.ones(3, requires_grad=True)
+    (y,) = autograd.run(function, [x])
+    of_result = weakref.ref(y)
+    del y
+    assert of_result() is None
+    (y,) = autograd.run(function, [x])
+    y.sum().backward()
+    assert x.grad is not None
+    x.grad = None
+    of_result = weakref.ref(y)
+    del y
+    assert of_result() is None
+
+
 def big_step(module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> None:
     forward(x).square().sum().backward()
     module.zero_grad()

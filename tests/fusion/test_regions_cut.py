@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -55,3 +58,42 @@ def test_views_that_a_region_alone_reads_are_made_in_it() -> None:
     views = [len(r.order_of("slice_Tensor", "split")) for r in (unfused, fused)]
     assert views[0] >= 2
     assert views[1] == 0
+
+
+class Flattened(nn.Module):
+    """Results that are read in another shape: by one product, by two, and in both shapes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner, self.outer = (nn.Parameter(torch.eye(WIDTH) * n) for n in (0.5, 0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x * 2 + 1).view(-1, WIDTH)
+        made = (rows @ self.inner).view(x.shape)
+        summed = made * 3 + x
+        flat = summed.view(-1, WIDTH)
+        found = flat @ self.outer
+        if self.kind == "twice":
+            found = found + flat @ self.inner
+        if self.kind == "both shapes":
+            found = found + (summed @ self.inner.T).square().view(-1, WIDTH) * summed[0, 0, 0]
+        if self.kind == "view of a view":
+            found = found + (flat.view(-1, 2 * WIDTH) @ self.outer.repeat(2, 1)).repeat(2, 1)
+        return found.square().mean()
+
+
+@pytest.mark.parametrize("policy", ["keep_all", "recompute_all"])
+@pytest.mark.parametrize("kind", ["once", "twice", "both shapes", "view of a view"])
+def test_a_result_that_is_read_in_another_shape_alone_is_made_in_that(
+    kind: str, policy: str
+) -> None:
+    runs = [
+        step(partial(Flattened, kind), {"x": X.clone()}, fusion=fusion, policy=policy)
+        for fusion in (True, False)
+    ]
+    fused, unfused = runs
+    views = [len(r.order_of("aten_view")) for r in runs]
+    assert views[0] < views[1]
+    assert all(map(torch.equal, fused.bits, unfused.bits))
+    assert fused.predicted_bytes == fused.measured_bytes <= unfused.measured_bytes
