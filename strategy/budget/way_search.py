@@ -106,8 +106,20 @@ class WaySearch:
                 attempt = self._in_way(way)
                 if attempt is None:
                     break
+                if way is not of_largest and not self._needs_less(refused[-1], attempt):
+                    break
                 yield attempt
                 way = self._next(way, refused[-1])
+
+    def _needs_less(self, refused: Tried, attempt: Attempt) -> bool:
+        """Tell whether a plan that does not fit needs less with smaller tiles.
+
+        Else its peaks are at other moments, and those of other plans too.
+        """
+        assert self._budget_bytes is not None
+        more_bytes = refused.run.more_bytes
+        saved_bytes = more_bytes - self._ran(attempt, refused).more_bytes
+        return saved_bytes >= min(more_bytes, WORTH_A_TRY * self._budget_bytes)
 
     def _tensors_fit(self, way: Way, refused: Sequence[Tried]) -> bool:
         """Tell whether what was refused without giving cached memory back was refused for that memory alone."""

@@ -107,3 +107,38 @@ def test_plans_are_solved_for_smaller_losses_only_where_these_are_at_the_peak(
     losses = Losses(is_at_peak)
     search(losses, is_reserved=False)
     assert losses.solved == divisors
+
+
+@dataclass
+class TooLarge(Losses):
+    """One that does not fit with its largest tiles."""
+
+    more_bytes: int = 30
+
+    def in_way(self, way: Way) -> Any:
+        return None if way.is_tiled else super().in_way(way)
+
+    def tried(self, attempt: Any) -> Any:
+        tried = super().tried(attempt)
+        tried.offer.plan.recompute_us = 0.0
+        call = SimpleNamespace(profile=SimpleNamespace(peak_bytes=BUDGET_BYTES + 1))
+        tried.run = SimpleNamespace(more_bytes=self._more_bytes(attempt.way), call=call)
+        return tried
+
+    def ran(self, attempt: Any, tried: Any) -> Any:
+        return SimpleNamespace(more_bytes=self._more_bytes(attempt.way))
+
+    def _more_bytes(self, way: Way) -> int:
+        return self.more_bytes + self.taken_bytes(way) - BUDGET_BYTES
+
+
+@pytest.mark.parametrize(
+    ("is_at_peak", "more_bytes", "divisors"),
+    [(True, 30, [1, 4]), (True, 35, [1, 4, 16]), (True, 39, [1, 4, 16]), (False, 30, [1])],
+)
+def test_no_plans_are_solved_for_smaller_losses_with_which_one_that_is_refused_needs_no_less(
+    is_at_peak: bool, more_bytes: int, divisors: list[int]
+) -> None:
+    losses = TooLarge(is_at_peak, more_bytes=more_bytes)
+    search(losses, is_reserved=True)
+    assert losses.solved == divisors
