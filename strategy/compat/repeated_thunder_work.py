@@ -8,7 +8,8 @@
 - `Symbol.normalize` asks `inspect` for the signature of the same function each time, and binds to it, also
   where it takes whatever is given.
 - The proxies of a symbol are found by way of optree and of three properties with a lock each (Python 3.11).
-- `to_printable` and `prettyprint` flatten each list of numbers, such as a shape, to look at each alone.
+- `to_printable` and `prettyprint` flatten each list of numbers, such as a shape, to look at each alone. And the text
+  of strings in a list is escaped twice: an operator would get two backslashes for one.
 
 What all return is the same.
 
@@ -176,13 +177,19 @@ def _plain_at_once(make: Callable[..., Any], proxy: type) -> Callable[..., Any]:
 def _plain_text(write: Callable[..., str], proxy: type) -> Callable[..., str]:
     @functools.wraps(write)
     def prettyprint(x: Any, **options: Any) -> str:
-        """Return the text of an operand: of a proxy its name, of whole numbers and lists of them Python's."""
+        """Return the text of an operand: of a list or a tuple that of what is in it."""
         if not options:
+            kind = type(x)
             if isinstance(x, proxy):
                 return x.name  # type: ignore[attr-defined, no-any-return]
-            inside = x if type(x) in (tuple, list) else (x,)
-            if all(type(e) is int for e in inside):
+            if kind is int:
                 return str(x)
+            if kind in (tuple, list):
+                inside = ", ".join(map(prettyprint, x))
+                comma = "," if kind is tuple and len(x) == 1 else ""
+                return f"[{inside}]" if kind is list else f"({inside}{comma})"
+            if kind is dict:
+                return f"{{{', '.join(f'{key!r}: {prettyprint(e)}' for key, e in x.items())}}}"
         return write(x, **options)
 
     return prettyprint

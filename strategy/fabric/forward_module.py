@@ -48,7 +48,8 @@ class ForwardModule(PiecewiseModule):
         """Copy the model, to be compiled anew: compiled graphs refer to the model that they were captured from."""
         module = copy.deepcopy(self.module, memo)
         for p, original in zip(module.parameters(), self.module.parameters(), strict=True):
-            vars(p)["unsharded_shape"] = vars(original)["unsharded_shape"]
+            if "unsharded_shape" in vars(original):  # not of a layer that was exchanged since
+                vars(p)["unsharded_shape"] = vars(original)["unsharded_shape"]
             if (place := place_of(original)) is not None:
                 keep_on_host(p, place)
         planner = None if self.planner is None else self.planner.for_copy()

@@ -243,7 +243,9 @@ class _Cut:
             while len(readers := set(self._readers[output.name])) == 1:
                 (reader,) = readers
                 is_view = self._kinds[reader] is Kind.VIEW and reshapes(self._symbols[reader])
-                if not is_view or reader in self.taken_in:
+                if (
+                    not is_view or reader in self.taken_in or 0 in output.shape
+                ):  # inductor's strides
                     break
                 taken_in.append(reader)
                 (output,) = self._symbols[reader].flat_proxy_outs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import subprocess
 import sys
@@ -252,6 +253,21 @@ def test_proxies_are_found_in_the_order_of_thunders(
     assert list(bsym.flat_proxy_args) == wanted
     assert wanted or not named
     assert list(bsym.flat_proxy_outs) == [o for o in bsym.flat_outs if isinstance(o, NumberProxy)]
+
+
+STRINGS = ["", "\\", "\n", '"', "'", "\"'", "_@_", "é"]
+
+
+@pytest.mark.parametrize("string", STRINGS, ids=repr)
+@pytest.mark.parametrize("kind", [tuple, list, dict])
+def test_strings_in_collections_are_written_as_they_are(string: str, kind: Any) -> None:
+    tree = {"key": string} if kind is dict else kind(["a", string])
+    assert ast.literal_eval(codeutils.prettyprint(codeutils.to_printable(None, tree))) == tree
+
+
+def test_canary_thunder_escapes_strings_in_lists_twice() -> None:
+    text = _thunders(codeutils.prettyprint)(["\\"])
+    assert ast.literal_eval(text) == ["\\\\"], "Thunder mended it"
 
 
 def _thunders(function: Any) -> Any:

@@ -124,3 +124,17 @@ def check_ranks(path: Path) -> None:
 
 def test_a_gan_on_shards_trains_on_the_batches_of_both_ranks(tmp_path: Path) -> None:
     run_on_fabric_ranks(check_ranks, 2, tmp_path / "checkpoint")
+
+
+def test_a_model_of_which_a_layer_was_exchanged_since_is_copied() -> None:
+    """An average of weights begins with a copy, also of a model that was changed by hand."""
+    eager = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    model = make_fabric().setup_module(eager)
+    x = torch.ones(2, 3)
+    model(x).sum().backward()
+    eager[1] = copy.deepcopy(eager[0])
+    del eager[2]
+    copied = copy.deepcopy(model)
+    copied(x).sum().backward()
+    assert torch.equal(copied(x), eager(x))
+    assert all(p.grad is not None for p in copied.parameters())

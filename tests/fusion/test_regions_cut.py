@@ -97,3 +97,10 @@ def test_a_result_that_is_read_in_another_shape_alone_is_made_in_that(
     assert views[0] < views[1]
     assert all(map(torch.equal, fused.bits, unfused.bits))
     assert fused.predicted_bytes == fused.measured_bytes <= unfused.measured_bytes
+
+
+def test_no_numbers_at_all_fuse_as_they_did() -> None:
+    empty = {"x": torch.zeros(0, 32, WIDTH)}
+    fused, unfused = (step(partial(Flattened, "once"), empty, fusion=f) for f in (True, False))
+    assert fused.num_regions > 0
+    assert fused.measured_bytes == fused.predicted_bytes <= unfused.measured_bytes
