@@ -11,7 +11,7 @@
 - `to_printable` and `prettyprint` flatten each list of numbers, such as a shape, to look at each alone. And the text
   of strings in a list is escaped twice: an operator would get two backslashes for one.
 
-What all return is the same.
+What all return is the same, but for the text of such strings.
 
 Delete this file when `tests/compat/test_repeated_thunder_work.py` says that Thunder does none of it.
 """
@@ -108,6 +108,8 @@ class _Kept:
         self.compute, self.name = compute, name
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            return self
         found = owner.__dict__[self.name] = self.compute(owner)
         return found
 

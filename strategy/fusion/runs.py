@@ -243,9 +243,10 @@ class _Cut:
             while len(readers := set(self._readers[output.name])) == 1:
                 (reader,) = readers
                 is_view = self._kinds[reader] is Kind.VIEW and reshapes(self._symbols[reader])
-                if (
-                    not is_view or reader in self.taken_in or 0 in output.shape
-                ):  # inductor's strides
+                has_numbers = (
+                    0 not in output.shape
+                )  # else inductor lays the other shape out otherwise
+                if not (is_view and has_numbers) or reader in self.taken_in:
                     break
                 taken_in.append(reader)
                 (output,) = self._symbols[reader].flat_proxy_outs
