@@ -58,8 +58,11 @@ class Memory:
         self.last: dict[int, int] = {}
         """The number of the symbol that uses a storage last."""
         known = set(values.inputs)
+        parts: dict[int, set[int]] = {}
+        """What is read where something that is left out would be."""
         for placed in symbols:
             read = self.storages(p.name for p in placed.bsym.flat_proxy_args)
+            read = read.union(*(parts[s] for s in read & self.absent))
             if placed.base:
                 (base,) = self.storages([placed.base])
                 for proxy in placed.bsym.flat_proxy_outs:
@@ -69,6 +72,7 @@ class Memory:
             self.made.append({s for s in results - read if s not in known})
             if placed.is_left_out:
                 self.absent |= self.made[-1]
+                parts.update(dict.fromkeys(self.made[-1], read))
             known.update(read, results)
             self.last.update(dict.fromkeys(self.uses(len(self.made) - 1), len(self.made) - 1))
 

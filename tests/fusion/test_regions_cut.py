@@ -9,6 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from harness.fused_steps import WIDTH, Ran, step
+from harness.memory import measured_peak_bytes
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.planner.devices import device
 
 HEADS = 4
 X = torch.randn(2, 32, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -104,3 +109,40 @@ def test_no_numbers_at_all_fuse_as_they_did() -> None:
     fused, unfused = (step(partial(Flattened, "once"), empty, fusion=f) for f in (True, False))
     assert fused.num_regions > 0
     assert fused.measured_bytes == fused.predicted_bytes <= unfused.measured_bytes
+
+
+class Rows(nn.Module):
+    """Rows of one matrix are added, so that their gradients are parts of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) * 0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = (x * 2 + self.weight[0]).view(-1, WIDTH) @ self.weight
+        second = (x * 2 + self.weight[1]).view(-1, WIDTH) @ self.weight
+        return first, second
+
+
+def peak_bytes(*, fusion: bool) -> tuple[int, int]:
+    """Return the predicted and the measured peak of a step whose outputs are both given gradients."""
+    model = Rows()
+    planner = MemoryPlanner(
+        MemoryConfig(policy="keep_all"), device=device("cpu"), budget_bytes=None
+    )
+    module = CompiledModule(model, planner=planner, config=CompileConfig(fusion=fusion))
+    x = torch.ones(3, 4, WIDTH, requires_grad=True)
+    gradient = torch.ones(12, WIDTH)
+
+    def run() -> None:
+        torch.autograd.backward(module(x), [gradient, gradient])
+        model.zero_grad()
+        x.grad = None
+
+    run()
+    return planner.calls[-1].profile.peak_bytes, measured_peak_bytes(run)
+
+
+def test_parts_of_a_gradient_are_held_until_they_are_added() -> None:
+    fused, unfused = peak_bytes(fusion=True), peak_bytes(fusion=False)
+    assert all(a <= b for a, b in zip(fused, unfused, strict=True))
