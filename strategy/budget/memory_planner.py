@@ -49,6 +49,8 @@ from thunder_memsave.progress import stage
 if TYPE_CHECKING:
     from thunder_memsave.budget.pieces.measured_step import Follow
 
+_LEAST_STEP = 0.001
+"""Part of a budget of reserved bytes by which tensors get less, at least, where a plan ran in more than it."""
 _MOST_ROUNDS = 8
 _MOST_ROOMS = 3
 _OF_ROOM = 0.9
@@ -347,7 +349,10 @@ class MemoryPlanner:
             num_rounds += 1
             assert num_rounds <= _MOST_ROUNDS + 1, "the smallest plan has a bound"
             is_last = offer.is_smallest or num_rounds == _MOST_ROUNDS
-            target_bytes = SMALLEST if is_last else max(target_bytes - run.more_bytes, SMALLEST)
+            less_bytes = run.more_bytes
+            if self._limit.is_reserved:  # for less the allocator takes as much
+                less_bytes = max(less_bytes, int(_LEAST_STEP * budget_bytes))
+            target_bytes = SMALLEST if is_last else max(target_bytes - less_bytes, SMALLEST)
 
     def _fuller(
         self,

@@ -1,4 +1,4 @@
-"""Moves operators beside those with which they fuse, where no moment holds more for it.
+"""Moves operators beside those with which they fuse, where kernels move fewer bytes and no moment holds more for it.
 
     t1 = silu(t0)            t2 = mm(x, w)
     t2 = mm(x, w)     ->     t1 = silu(t0)
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+
+from thunder.core.proxies import Proxy
 
 from thunder_memsave.budget.extract import Values
 from thunder_memsave.fusion.memory import Memory, Placed
@@ -30,9 +32,11 @@ def beside(symbols: Sequence[Placed], values: Values) -> list[Placed]:
         values: All values of the trace.
     """
     order = _Order(symbols, values)
-    for number in reversed(range(len(symbols))):
-        if symbols[number].kind is Kind.FUSES:
-            _ = order.is_moved_back(number) or order.is_moved_forward(number)
+    fusing = [number for number, placed in enumerate(symbols) if placed.kind is Kind.FUSES]
+    for number in reversed(fusing):
+        order.move_back(number)
+    for number in fusing:  # what it reads may have moved
+        order.move_forward(number)
     return [symbols[number] for number in order.numbers]
 
 
@@ -42,6 +46,7 @@ class _Order:
     def __init__(self, symbols: Sequence[Placed], values: Values) -> None:
         self._symbols = symbols
         self._memory = Memory(symbols, values)
+        self._moved = _MovedBytes(symbols, values)
         self.numbers = list(range(len(symbols)))
         self._place = list(range(len(symbols)))
         """The place of each symbol, by its number."""
@@ -55,43 +60,73 @@ class _Order:
             for proxy in placed.bsym.flat_proxy_outs:
                 self._maker[proxy.name] = number
 
-    def is_moved_back(self, number: int) -> bool:
-        """Move a symbol to just before its first reader, if that fuses, and tell whether it was."""
+    def move_back(self, number: int) -> None:
+        """Move a symbol to just before its first reader, if that fuses and kernels move less for it."""
         readers = [
             self._place[r]
             for proxy in self._symbols[number].bsym.flat_proxy_outs
             for r in self._readers[proxy.name]
         ]
         if not readers:
-            return False
+            return
         start, stop = self._place[number], min(readers)
-        if not self._is_worth(stop, range(start + 1, stop)):
-            return False
+        if self._symbols[self.numbers[stop]].kind is not Kind.FUSES:
+            return
         between = self.numbers[start + 1 : stop]
-        if any(self._writes_over(n, number) for n in between):
-            return False
-        return self._is_reordered(start, [*between, number, self.numbers[stop]])
+        if self._may_pass(between) and not any(self._writes_over(n, number) for n in between):
+            self._is_reordered(start, [*between, number, self.numbers[stop]])
 
-    def is_moved_forward(self, number: int) -> bool:
-        """Move a symbol to just after the last of those that make what it reads, if that fuses.
+    def move_forward(self, number: int) -> None:
+        """Move a symbol to just after the last of those that make what it reads, if kernels move less for it.
 
-        The views through which it reads come along.
+        Otherwise what reads it comes along, if they do then, or all of its run that can.
         """
-        views, makers = self._read_by(number)
+        makers = [self._place[m] for m in self._read_by(number)[1]]
         if not makers:
-            return False
-        start, stop = max(makers), self._place[number]
-        if not self._is_worth(start, range(start + 1, stop)):
-            return False
-        between = self.numbers[start + 1 : stop]
-        if any(self._writes_over(number, n) for n in between):
-            return False
-        coming = [n for n in between if n in views]
-        rest = [n for n in between if n not in views]
-        return self._is_reordered(start, [self.numbers[start], *coming, number, *rest])
+            return
+        start = max(makers)
+        if not self._may_pass(self.numbers[start + 1 : self._place[number]]):
+            return
+        for fewest in (None, 1, 0):
+            coming = self._coming(number, start, fewest)
+            span = self.numbers[start + 1 : self._place[coming[-1]] + 1]
+            rest = [n for n in span if n not in coming]
+            if any(self._writes_over(c, n) for c in coming for n in rest):
+                return
+            if self._is_reordered(start, [self.numbers[start], *coming, *rest]):
+                return
+
+    def _coming(self, number: int, start: int, fewest: int | None) -> list[int]:
+        """Return what moves to after a place: a symbol, others of its run, and the views through which they read.
+
+        Args:
+            number: Of the symbol.
+            start: The place.
+            fewest: Number of symbols among those that each other one reads at least; None: no other one moves.
+        """
+        found = {number}
+        for place in range(self._place[number] + 1, len(self.numbers) if fewest is not None else 0):
+            other = self.numbers[place]
+            if self._symbols[other].kind is Kind.OTHER:
+                break
+            later = {m for m in self._read_by(other)[1] if self._place[m] > start}
+            is_view = self._symbols[other].kind is Kind.VIEW
+            if not is_view and len(later) >= (fewest or 0) and later <= found:
+                found.add(other)
+        views = {v for n in found for v in self._read_by(n)[0] if self._place[v] > start}
+        return sorted(found | views, key=self._place.__getitem__)
+
+    def _window(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the places of the runs that a span is part of: neighbours up to what does not fuse."""
+        while start > 0 and self._symbols[self.numbers[start - 1]].kind is not Kind.OTHER:
+            start -= 1
+        end = len(self.numbers)
+        while stop < end and self._symbols[self.numbers[stop]].kind is not Kind.OTHER:
+            stop += 1
+        return start, stop
 
     def _read_by(self, number: int) -> tuple[set[int], set[int]]:
-        """Return the views through which a symbol reads, and the places of the symbols that make what they view."""
+        """Return the views through which a symbol reads, and the symbols that make what they view."""
         views: set[int] = set()
         makers: set[int] = set()
         stack = [number]
@@ -104,14 +139,14 @@ class _Order:
                     views.add(maker)
                     stack.append(maker)
                 else:
-                    makers.add(self._place[maker])
+                    makers.add(maker)
         return views, makers
 
-    def _is_worth(self, place: int, between: range) -> bool:
-        """Return whether the symbol at a place fuses, and all between may be passed, of which some do not fuse."""
-        if len(between) > _FARTHEST or self._symbols[self.numbers[place]].kind is not Kind.FUSES:
+    def _may_pass(self, between: Sequence[int]) -> bool:
+        """Return whether all of these symbols may be passed, and some do not fuse."""
+        if len(between) > _FARTHEST:
             return False
-        passed = [self._symbols[self.numbers[p]] for p in between]
+        passed = [self._symbols[n] for n in between]
         return any(p.kind is Kind.OTHER for p in passed) and all(p.may_be_passed for p in passed)
 
     def _writes_over(self, number: int, other: int) -> bool:
@@ -121,8 +156,13 @@ class _Order:
         return bool(base) and bool(self._memory.storages([base]) & self._memory.uses(other))
 
     def _is_reordered(self, start: int, numbers: Sequence[int]) -> bool:
-        """Take another order of a span, if no moment of it holds more than the most that was held."""
+        """Take another order of a span, if its kernels move less and no moment of it holds more than the most that was."""
         stop = start + len(numbers)
+        first, last = self._window(start, stop)
+        before = self.numbers[first:last]
+        after = [*self.numbers[first:start], *numbers, *self.numbers[stop:last]]
+        if self._moved.of(after) >= self._moved.of(before):
+            return False
         orders = (numbers, self.numbers[start:stop])
         most, most_before = (self._memory.held(order, self._last, stop)[0] for order in orders)
         if most > most_before:
@@ -135,3 +175,43 @@ class _Order:
                 if self._last[storage] < stop:
                     self._last[storage] = place
         return True
+
+
+class _MovedBytes:
+    """Adds up what kernels move, if all neighbours that fuse are one."""
+
+    def __init__(self, symbols: Sequence[Placed], values: Values) -> None:
+        self._is_other = [placed.kind is Kind.OTHER for placed in symbols]
+        self._values = values
+        self._read: list[set[int]] = []
+        """Storages, by number: none of views."""
+        self._made: list[set[int]] = []
+        self._readers: dict[int, set[int]] = defaultdict(set)
+        """Numbers, by storage."""
+        for number, placed in enumerate(symbols):
+            bsym, is_view = placed.bsym, placed.kind is Kind.VIEW
+            self._read.append(set() if is_view else self._storages(bsym.flat_proxy_args))
+            self._made.append(set() if is_view else self._storages(bsym.flat_proxy_outs))
+            for storage in self._read[-1]:
+                self._readers[storage].add(number)
+
+    def of(self, numbers: Sequence[int]) -> int:
+        """Return the bytes that the symbols that fuse read and write, in this order."""
+        total, run = 0, list[int]()
+        for number in numbers:
+            if self._is_other[number]:
+                total += self._of_run(run)
+                run = []
+            else:
+                run.append(number)
+        return total + self._of_run(run)
+
+    def _of_run(self, run: Sequence[int]) -> int:
+        made = {s for number in run for s in self._made[number]}
+        read = {s for number in run for s in self._read[number]} - made
+        written = [s for s in made if not self._readers[s].issubset(run)]
+        return sum(self._values.storages[s].nbytes for s in (*read, *written))
+
+    def _storages(self, proxies: Sequence[Proxy]) -> set[int]:
+        found = (self._values.by_name.get(proxy.name) for proxy in proxies)
+        return {value.storage for value in found if value is not None}

@@ -22,6 +22,7 @@ from thunder_memsave.fusion import functions, inductor, same_bits
 from thunder_memsave.measure.layouts import Layout, Value, is_contiguous
 from thunder_memsave.measure.op_profile import OpProfile
 from thunder_memsave.ops import aten_operators
+from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.passes.symbols import is_cast
 
 _aten = torch.ops.aten
@@ -84,9 +85,10 @@ class Kind(Enum):
 
 
 def is_pure(bsym: BoundSymbol, profile: OpProfile) -> bool:
-    """Return whether it is one of PyTorch's operators, or a cast, that does nothing but make its results."""
+    """Return whether it is one of PyTorch's operators, a cast or a kernel of ours, and does nothing but make results."""
     operator = aten_operators.operator_of(bsym)
-    if not is_cast(bsym) and (operator is None or operator.namespace != "aten"):
+    is_aten = operator is not None and operator.namespace == "aten"
+    if not (is_aten or is_cast(bsym) or bsym.sym.executor is own_executor):
         return False
     return not (
         profile.written or profile.changes_device or profile.is_random or profile.is_collective
@@ -119,7 +121,7 @@ def kind_of(bsym: BoundSymbol, profile: OpProfile, operands: Sequence[Value | No
     made = [r.storage >= profile.num_argument_storages for r in results]
     if not any(made):
         return Kind.VIEW if profile.num_argument_storages == 1 else Kind.OTHER
-    is_exact = is_function or _is_exact(bsym, operator)
+    is_exact = is_cast(bsym) or is_function or _is_exact(bsym, operator)
     return Kind.FUSES if all(made) and is_exact else Kind.OTHER
 
 

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx
 
 from thunder_memsave.budget.extract import Values, is_bookkeeping
+from thunder_memsave.fusion.computed_again import computed_again
 from thunder_memsave.fusion.memory import Memory, Placed, with_places
 from thunder_memsave.fusion.neighbours import beside
 from thunder_memsave.fusion.operators import Kind, is_pure, kind_of, reshapes
 from thunder_memsave.fusion.region import bind, has_failed, known
 from thunder_memsave.measure.used_gradients import uses_gradient
 from thunder_memsave.ops.updated_parameters import update_of, updates_parameter
+from thunder_memsave.passes.symbols import emptied
 
 FEWEST = 2
 """Operators of a region at least."""
@@ -43,13 +45,14 @@ def fused(
     Raises:
         CompileError: an operation does not run on tensors without data.
     """
-    placed = placing(beside(placing(follow(trace, values)), values))
+    new = emptied(trace)
+    moved = beside(placing(follow(trace, values)), values)
+    placed = placing(computed_again(moved, values, new))
     cut = _Cut(placed, values, compiles=compiles)
     found = list(cut.symbols())
     if len(found) == len(placed):
         return trace
     taken_in = {id(placed[index].bsym) for index in cut.taken_in}
-    new = from_trace(trace)
     new.bound_symbols = [bsym for bsym in found if id(bsym) not in taken_in]
     return new
 

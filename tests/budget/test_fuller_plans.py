@@ -11,7 +11,7 @@ import pytest
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 
-BUDGET = 1000
+BUDGET = 2000
 
 
 @dataclass
@@ -45,12 +45,19 @@ class Tries:
 @pytest.mark.parametrize(
     ("taken", "targets", "found"),
     [
-        (lambda target: target, [1000], 1000),
-        (lambda target: target + (100 if target > 950 else 20), [1000, 900, 940], 940),
-        (lambda target: target + (100 if target > 920 else 20), [1000, 900, 940], 900),
-        (lambda target: target + (100 if target > 950 else 99), [1000, 900], 900),
+        (lambda target: target, [2000], 2000),
+        (lambda target: target + (200 if target > 1900 else 40), [2000, 1800, 1880], 1880),
+        (lambda target: target + (200 if target > 1840 else 40), [2000, 1800, 1880], 1800),
+        (lambda target: target + (200 if target > 1900 else 198), [2000, 1800], 1800),
+        (lambda target: 2001 if target > 1996 else target, [2000, 1998, 1996], 1996),
     ],
-    ids=["the first fits", "one between fits", "one between does not", "nothing is left"],
+    ids=[
+        "the first fits",
+        "one between fits",
+        "one between does not",
+        "nothing is left",
+        "less than a step is lacking",
+    ],
 )
 def test_what_is_left_is_tried_once(
     taken: Callable[[int], int], targets: list[int], found: int

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.fused_steps import WIDTH, Ran, step
 from thunder_memsave.budget.extract import Values
+from thunder_memsave.compiler import fuse
 from thunder_memsave.fusion import inductor, neighbours, operators, region, runs
 from thunder_memsave.fusion.memory import Placed
 from thunder_memsave.fusion.runs import _Cut
@@ -69,6 +70,25 @@ class Narrowed(nn.Module):
         return (narrow * self.narrow(x.to(torch.bfloat16)) * 0.5).float().pow(2).mean()
 
 
+class Siblings(nn.Module):
+    """Two products of one value, after a wide product of matrices that reads it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(
+            nn.Linear(WIDTH, width, bias=False).requires_grad_(False)
+            for width in (WIDTH, WIDTH, 8 * WIDTH)
+        )
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two, three = self.linears
+        value = one(x) * two(x)
+        other = three(value)[:, :WIDTH]
+        first, second = value * 3, value * 5
+        return ((one(first) + two(second) + other + value) * self.weight).pow(2).mean()
+
+
 class WrittenOver(nn.Module):
     """Frozen layers: `tanh` is written over what it reads, unless a part of that is read later."""
 
@@ -114,6 +134,27 @@ def test_a_gate_moves_to_its_product_and_its_derivative_to_that_ones(policy: str
 
 
 @pytest.mark.usefixtures("_one_by_one")
+def test_a_gate_moves_over_a_kernel_of_ours() -> None:
+    with patch.object(fuse, "may_be_written_out", lambda bsym: False):
+        fused, unfused = both(lambda: Gated(nn.RMSNorm(4 * WIDTH)))
+    assert fused.order_of("rms_norm_kernel") == unfused.order_of("rms_norm_kernel") != []
+    assert unfused.order_of("silu") != []
+    assert fused.order_of("silu") == []
+
+
+def moved_bytes(ran: Ran) -> int:
+    return sum(s.op.moved_bytes for s in ran.call.program.steps)
+
+
+@pytest.mark.usefixtures("_one_by_one")
+def test_two_that_move_less_only_together_move_together() -> None:
+    fused, _ = both(Siblings)
+    with patch.object(runs, "beside", lambda symbols, values: list(symbols)):
+        unmoved, _ = both(Siblings)
+    assert moved_bytes(unmoved) - moved_bytes(fused) == 4 * 8 * WIDTH  # what they read is there
+
+
+@pytest.mark.usefixtures("_one_by_one")
 def test_nothing_moves_over_a_draw() -> None:
     fused, unfused = both(lambda: Gated(nn.Dropout(0.5)))
     forward = [s for s in fused.order_of("silu", "bernoulli", "dropout") if "backward" not in s]
@@ -141,7 +182,7 @@ def test_nothing_moves_where_more_would_be_held(
     assert ([p.bsym for p in before] != [p.bsym for p in after]) is moves
 
 
-@pytest.mark.parametrize("build", [Gated, Narrowed, WrittenOver, Chain])
+@pytest.mark.parametrize("build", [Gated, Narrowed, Siblings, WrittenOver, Chain])
 def test_a_step_of_moved_operators_takes_the_bytes_that_were_predicted(
     build: Callable[[], nn.Module],
 ) -> None:
@@ -149,5 +190,6 @@ def test_a_step_of_moved_operators_takes_the_bytes_that_were_predicted(
         pytest.skip(reason)
     fused, unfused = (step(build, x(), fusion=fusion) for fusion in (True, False))
     # Regions of a chain would hold more; with some versions nothing of 16 bits fuses on a CPU.
-    assert fused.num_regions > 0 or build in (Chain, Narrowed)
+    fuses_narrow = inductor.keeps_rounding("cpu")
+    assert fused.num_regions > 0 or build is Chain or (build is Narrowed and not fuses_narrow)
     assert fused.measured_bytes == fused.predicted_bytes <= unfused.predicted_bytes

@@ -109,6 +109,19 @@ def check_work(plan: RunPlan, config: RunConfig) -> None:
         assert work.moved_bytes <= most + _dequantised_bytes(ops)
 
 
+def test_casts_of_autocast_are_in_kernels_with_what_makes_and_reads_them() -> None:
+    config = short(load_run_config(DIRECTORY / "llama3_8b_full.yaml", ["--devices=1"]))
+    model = dataclasses.replace(config.model, trainable_dtype="float32")
+    config = dataclasses.replace(config, model=model)
+    plan = plan_run.plan_run(config, device=device("h200"), num_ranks=1, has_curve=False)
+    num_layers, found = ops_of_layers(plan.call.program)
+    others = [op for op in found if op.repeat != "free" and not op.flops]
+    names = [op.symbol for op in others if op.symbol != "add_gradient"]
+    # Those of weights and their gradients alone, between products of matrices.
+    assert names.count("to") <= 9 * num_layers
+    assert len(names) <= 28 * num_layers
+
+
 def _dequantised_bytes(ops: Sequence[Op]) -> float:
     """Return the bytes that dequantising may move: weights have 2 bytes of result for each element."""
     made = [op for op in ops if op.symbol == "nf4_dequantized"]
