@@ -156,7 +156,7 @@ class _Order:
         return bool(base) and bool(self._memory.storages([base]) & self._memory.uses(other))
 
     def _is_reordered(self, start: int, numbers: Sequence[int]) -> bool:
-        """Take another order of a span, if its kernels move less and no moment of it holds more than the most that was."""
+        """Take another order of a span, if kernels move less and no moment of it holds more than the most that was."""
         stop = start + len(numbers)
         first, last = self._window(start, stop)
         before = self.numbers[first:last]

@@ -85,7 +85,7 @@ class Kind(Enum):
 
 
 def is_pure(bsym: BoundSymbol, profile: OpProfile) -> bool:
-    """Return whether it is one of PyTorch's operators, a cast or a kernel of ours, and does nothing but make results."""
+    """Return whether it is an operator of PyTorch, a cast or a kernel of ours, that does nothing but make results."""
     operator = aten_operators.operator_of(bsym)
     is_aten = operator is not None and operator.namespace == "aten"
     if not (is_aten or is_cast(bsym) or bsym.sym.executor is own_executor):
