@@ -57,6 +57,8 @@ class ReadAlone(Twice):
 class WrittenBetween(Twice):
     """The half is of a buffer that is written before it is read again."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.full((512, WIDTH), 3.0))
