@@ -1,4 +1,4 @@
-"""Moves operators beside those with which they fuse, where kernels move fewer bytes and no moment holds more for it.
+"""Moves operators beside those with which they fuse, where kernels move fewer bytes and the step holds no more.
 
     t1 = silu(t0)            t2 = mm(x, w)
     t2 = mm(x, w)     ->     t1 = silu(t0)
@@ -54,6 +54,8 @@ class _Order:
         self._maker: dict[str, int] = {}
         self._last = dict(self._memory.last)
         """The place of the last use of a storage."""
+        self._before, self._most = self._memory.held_before(len(symbols))
+        """Bytes that are held before each place, and the most that ever are."""
         for number, placed in enumerate(symbols):
             for proxy in placed.bsym.flat_proxy_args:
                 self._readers[proxy.name].append(number)
@@ -156,16 +158,14 @@ class _Order:
         return bool(base) and bool(self._memory.storages([base]) & self._memory.uses(other))
 
     def _is_reordered(self, start: int, numbers: Sequence[int]) -> bool:
-        """Take another order of a span, if kernels move less and no moment of it holds more than the most that was."""
+        """Take another order of a span, if kernels move less and no moment holds more than the most that ever was."""
         stop = start + len(numbers)
         first, last = self._window(start, stop)
         before = self.numbers[first:last]
         after = [*self.numbers[first:start], *numbers, *self.numbers[stop:last]]
         if self._moved.of(after) >= self._moved.of(before):
             return False
-        orders = (numbers, self.numbers[start:stop])
-        most, most_before = (self._memory.held(order, self._last, stop)[0] for order in orders)
-        if most > most_before:
+        if self._before[start] + self._memory.held(numbers, self._last, stop)[0] > self._most:
             return False
         self.numbers[start:stop] = numbers
         for place in range(start, stop):
@@ -174,6 +174,10 @@ class _Order:
             for storage in self._memory.uses(self.numbers[place]):
                 if self._last[storage] < stop:
                     self._last[storage] = place
+        live = self._before[start]
+        for place in range(start, stop):
+            self._before[place] = live
+            live += self._memory.held([self.numbers[place]], self._last, place + 1)[1]
         return True
 
 
