@@ -20,6 +20,8 @@ from thunder_memsave.fusion.memory import Memory, Placed
 from thunder_memsave.fusion.operators import Kind
 from thunder_memsave.ops.updated_parameters import updated_name, updates_parameter
 
+_OF_A_KERNEL = 4 * 2**20
+"""Bytes that an H100 moves in the 2 us that a kernel takes at least."""
 _FARTHEST = 64
 """Symbols over which one moves at most: what is so far apart is seldom worth the search."""
 
@@ -182,10 +184,11 @@ class _Order:
 
 
 class _MovedBytes:
-    """Adds up what kernels move, if all neighbours that fuse are one."""
+    """Adds up what kernels move, and could while they start, if all neighbours that fuse are one."""
 
     def __init__(self, symbols: Sequence[Placed], values: Values) -> None:
         self._is_other = [placed.kind is Kind.OTHER for placed in symbols]
+        self._fuses = [placed.kind is Kind.FUSES for placed in symbols]
         self._values = values
         self._read: list[set[int]] = []
         """Storages, by number: none of views."""
@@ -200,7 +203,7 @@ class _MovedBytes:
                 self._readers[storage].add(number)
 
     def of(self, numbers: Sequence[int]) -> int:
-        """Return the bytes that the symbols that fuse read and write, in this order."""
+        """Return the bytes of the symbols that fuse, in this order."""
         total, run = 0, list[int]()
         for number in numbers:
             if self._is_other[number]:
@@ -211,10 +214,12 @@ class _MovedBytes:
         return total + self._of_run(run)
 
     def _of_run(self, run: Sequence[int]) -> int:
+        if not any(self._fuses[number] for number in run):
+            return 0
         made = {s for number in run for s in self._made[number]}
         read = {s for number in run for s in self._read[number]} - made
         written = [s for s in made if not self._readers[s].issubset(run)]
-        return sum(self._values.storages[s].nbytes for s in (*read, *written))
+        return _OF_A_KERNEL + sum(self._values.storages[s].nbytes for s in (*read, *written))
 
     def _storages(self, proxies: Sequence[Proxy]) -> set[int]:
         found = (self._values.by_name.get(proxy.name) for proxy in proxies)
