@@ -208,7 +208,8 @@ class Sustained:
 
     FlashAttention-2 reaches 35 % of an H100's peak, and cuDNN's attention 53 % forward and 43 % backward, with heads of
     128 numbers (Shah et al. 2024, FlashAttention-3, arXiv:2407.08608). The others are usual for large bfloat16 products
-    of cuBLAS, and for pointwise kernels.
+    of cuBLAS, and for pointwise kernels. An optimizer's states, copied in and out at once with their updates between,
+    reached 32 GB/s each way on an H200 (docs/gpu.md).
     """
 
     products: float = 0.66
@@ -217,6 +218,8 @@ class Sustained:
     attention_backward: float = 0.30
     cudnn_forward: float = 0.53
     cudnn_backward: float = 0.43
+    states: float = 0.58
+    """Of the rate to the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

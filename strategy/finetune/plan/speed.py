@@ -42,7 +42,7 @@ def states_us(made: RunPlan) -> float:
         return 0.0
     one_way_us = CopyRates.of(made.device).us(made.call.memory.host_bytes)
     # In backward those of a weight go in, are updated, and go out before the next one's.
-    ways = 2 if made.call.memory.updates else 1
+    ways = 2 if made.call.memory.updates else 1 / made.device.sustained.states
     return ways * one_way_us / made.num_micro_batches
 
 
