@@ -56,7 +56,7 @@ def computed_again(symbols: Sequence[Placed], values: Values, trace: TraceCtx) -
             named: dict[str, Proxy] = {
                 result.name: result.replace_name(f"{result.name}_at_{place}")
             }
-            copy = renamed(found[again.number].bsym, named)
+            copy = renamed(placed.bsym, named)
             copy.tags |= placed.bsym.tags
             values.run(copy, place, "temporary")
             before[place].append(replace(placed, bsym=copy))
@@ -87,14 +87,28 @@ class _Runs:
                 self._written.add(values.by_name[updated_name(placed.bsym)].storage)
 
     def again(self) -> Iterator[_Again]:
-        """Yield what is to be computed again, in the order of the symbols."""
+        """Yield what is to be computed again, in the order of the symbols: of what is not computed again itself."""
+        made: set[tuple[str, int]] = set()
         for number, placed in enumerate(self._symbols):
-            if placed.kind is Kind.FUSES and len(placed.bsym.flat_proxy_outs) == 1:
-                later = self._later(number)
-                places = [self._place(number, run, readers) for run, readers in later.items()]
-                for place, readers in zip(places, later.values(), strict=True):
-                    if None not in places and place is not None:
-                        yield _Again(number, place, readers)
+            found = self._again_of(number)
+            runs = [self._run[again.place] for again in found]
+            if any((a.name, run) in made for a in placed.bsym.flat_proxy_args for run in runs):
+                continue
+            made.update((o.name, run) for o in placed.bsym.flat_proxy_outs for run in runs)
+            yield from found
+
+    def _again_of(self, number: int) -> list[_Again]:
+        """Return a symbol for each later run that reads it; none where one cannot compute it."""
+        placed = self._symbols[number]
+        if placed.kind is not Kind.FUSES or len(placed.bsym.flat_proxy_outs) != 1:
+            return []
+        found = []
+        for run, readers in self._later(number).items():
+            place = self._place(number, run, readers)
+            if place is None:
+                return []
+            found.append(_Again(number, place, readers))
+        return found
 
     def _later(self, number: int) -> Mapping[int, list[int]]:
         """Return the readers in later runs, by run; none if no reader is in the symbol's own."""

@@ -54,6 +54,17 @@ class ReadAlone(Twice):
         return third * half
 
 
+class Chained(Twice):
+    """A quarter is read twice too: of a half, which is computed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x), self.second(x)
+        half = first * 0.5
+        quarter = half * 0.5
+        third = self.down(half * second + quarter)
+        return ((third * half - quarter + first) * self.weight).pow(2).mean()
+
+
 class WrittenBetween(Twice):
     """The half is of a buffer that is written before it is read again."""
 
@@ -88,7 +99,7 @@ def _has_compiler() -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("build", [Twice, ReadByAProduct, ReadAlone, WrittenBetween])
+@pytest.mark.parametrize("build", [Twice, ReadByAProduct, ReadAlone, Chained, WrittenBetween])
 def test_a_step_has_the_bits_of_an_unfused_one_and_takes_the_bytes_that_were_predicted(
     build: Callable[[], nn.Module],
 ) -> None:
