@@ -223,7 +223,8 @@ class _Cut:
         inside = [i for i in range(start, stop) if i not in self.taken_in]
         symbols = [self._symbols[i] for i in (*inside, *(i for i in after if i >= stop))]
         body = self._needed(symbols, {o.name for o in outputs})
-        taken_in = self._read_here_alone(body, start, stop)
+        views = self._views([i for i in inside if i not in after], start, stop)
+        taken_in = self._read_here_alone(body, [*views[0], *views[1]], start, stop)
         body = [*(self._symbols[i] for i in taken_in), *body]
         made = {o.name for bsym in body for o in bsym.flat_proxy_outs}
         read = {a.name: a for bsym in body for a in bsym.flat_proxy_args}
@@ -235,7 +236,6 @@ class _Cut:
             self._values.by_name,
             num_operators=self._kinds[start:stop].count(Kind.FUSES),
         )
-        views = self._views([i for i in inside if i not in after], start, stop)
         return _Span(views[0], region, views[1], [*taken_in, *after])
 
     def _read_through_views(self, outputs: Sequence[Proxy]) -> tuple[list[Proxy], list[int]]:
@@ -256,8 +256,18 @@ class _Cut:
             found.append(output)
         return found, taken_in
 
-    def _read_here_alone(self, body: Sequence[BoundSymbol], start: int, stop: int) -> list[int]:
-        """Return the indices of the views that are made before a span and read in it alone."""
+    def _read_here_alone(
+        self, body: Sequence[BoundSymbol], beside: Sequence[BoundSymbol], start: int, stop: int
+    ) -> list[int]:
+        """Return the indices of the views that are made before a span and read in its region alone.
+
+        Args:
+            body: The region.
+            beside: Views of the span that stay in the trace.
+            start: Index of the span's first symbol.
+            stop: The index after its last one.
+        """
+        stays = {id(bsym) for bsym in beside}
         found: set[int] = set()
         stack = list(body)
         while stack:
@@ -268,7 +278,8 @@ class _Cut:
                     continue
                 bsym = self._symbols[maker]
                 readers = [r for o in bsym.flat_proxy_outs for r in self._readers[o.name]]
-                if all(start <= r < stop or r in found for r in readers):
+                is_here = (start <= r < stop and id(self._symbols[r]) not in stays for r in readers)
+                if all(here or r in found for here, r in zip(is_here, readers, strict=True)):
                     found.add(maker)
                     stack.append(bsym)
         return sorted(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from harness.memory import measured_peak_bytes
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.fusion import runs
 from thunder_memsave.planner.devices import device
 
 HEADS = 4
@@ -38,8 +40,37 @@ class Turned(nn.Module):
         return x.square().mean()
 
 
+class ViewedBefore(nn.Module):
+    """Halves of a view that is made before a product of matrices; they are read in several regions, if these are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Frozen: backward reads the sum alone.
+        self.one, self.two = (nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(2))
+        self.weight = nn.Parameter(torch.ones(WIDTH // HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.one(x).view(*x.shape[:-1], HEADS, -1)
+        other = self.two(x).view(heads.shape)
+        scaled = heads * other
+        half = heads.shape[-1] // 2
+        first, second = heads[..., :half], heads[..., half:]
+        turned = torch.cat([-second, first], dim=-1) * 0.5
+        return ((scaled + turned * other) * self.weight).square().mean()
+
+
 def ran(*, fusion: bool) -> Ran:
     return step(Turned, {"x": X}, fusion=fusion)
+
+
+@pytest.mark.parametrize("most", [2, 3, 4, 64])
+def test_a_view_whose_halves_other_regions_read_stays(most: int) -> None:
+    unfused = step(ViewedBefore, {"x": X}, fusion=False)
+    with patch.object(runs, "MOST", most):
+        fused = step(ViewedBefore, {"x": X}, fusion=True)
+    assert all(map(torch.equal, fused.bits, unfused.bits))
+    assert fused.num_regions > 0
+    assert fused.predicted_bytes == fused.measured_bytes <= unfused.predicted_bytes
 
 
 def test_a_concatenation_is_in_a_region_with_what_reads_it() -> None:
