@@ -6,7 +6,7 @@ Each runs as it is, so it is measured, recomputed and freed like any other. `fro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -71,8 +71,21 @@ def _workspace_bytes(
     return int(workspace.numel())
 
 
+def _in_own_memory(operator: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a loss without the memory of all numbers, in which PyTorch returns the one that they are added up to."""
+    result: Tensor = operator(*args, **kwargs)
+    return result.clone() if result.ndim == 0 else result
+
+
 _INSTEAD: Mapping[OpOverload, Callable[..., Any]] = {
     **DIRECT,
+    **{
+        loss: partial(_in_own_memory, loss)
+        for loss in (
+            *(torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default),
+            *(torch.ops.aten.soft_margin_loss.default, torch.ops.aten.binary_cross_entropy.default),
+        )
+    },
     # PyTorch chose a view by strides, which may be others here.
     torch.ops.aten.view.default: torch.reshape,
     torch.ops.aten._unsafe_view.default: torch.reshape,

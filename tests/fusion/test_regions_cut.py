@@ -41,7 +41,7 @@ class Turned(nn.Module):
 
 
 class ViewedBefore(nn.Module):
-    """Halves of a view that is made before a product of matrices; they are read in several regions, if these are cut."""
+    """Halves of a view that is made before a product of matrices; several regions may read them."""
 
     def __init__(self) -> None:
         super().__init__()

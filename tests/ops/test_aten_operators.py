@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.fused_steps import step
 from thunder_memsave.ops.aten_operators import (
     _INSTEAD,
     aten_executor,
@@ -18,6 +21,8 @@ from thunder_memsave.ops.random_ops import draws_random_numbers
 from thunder_memsave.ops.table import write_numbers
 
 ATEN = torch.ops.aten
+LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
+"""All whose one number is in the memory of all, among the operators of PyTorch's own samples (`op_db` of torch 2.13)."""
 
 
 def test_an_operator_is_one_symbol_whose_meta_gives_what_was_recorded() -> None:
@@ -97,3 +102,33 @@ def test_a_grouped_product_is_measured_with_all_rows_in_one_group() -> None:
     ):
         write_numbers("aten_grouped_mm", [first, second, ends])
         assert ends.tolist() == [rows] * 3
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_leaves_the_memory_of_all_numbers(name: str, reduction: int) -> None:
+    operator = getattr(ATEN, name).default
+    given = torch.rand(4, 8), torch.rand(4, 8).round()
+    settings = (None, reduction) if name == "binary_cross_entropy" else (reduction,)
+    ours, theirs = _INSTEAD[operator](*given, *settings), operator(*given, *settings)
+    assert torch.equal(ours, theirs)
+    assert ours.untyped_storage().nbytes() == ours.nbytes
+    if reduction:
+        assert theirs.untyped_storage().nbytes() == given[0].nbytes, "a canary: PyTorch leaves it"
+
+
+class TwoLosses(nn.Module):
+    """The first is held beside what the second one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return nn.functional.mse_loss(y * x, x) + y.square().mean()
+
+
+def test_a_step_with_such_losses_takes_the_bytes_that_were_predicted() -> None:
+    ran = step(TwoLosses, {"x": torch.randn(512, 16)}, fusion=False)
+    assert ran.predicted_bytes == ran.measured_bytes
