@@ -22,7 +22,7 @@ from thunder_memsave.ops.table import write_numbers
 
 ATEN = torch.ops.aten
 LOSSES = ("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
-"""All whose one number is in the memory of all, among the operators of PyTorch's own samples (`op_db` of torch 2.13)."""
+"""All whose one number is in the memory of all, among operators of PyTorch's own samples (`op_db` of torch 2.13)."""
 
 
 def test_an_operator_is_one_symbol_whose_meta_gives_what_was_recorded() -> None:
