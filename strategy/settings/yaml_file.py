@@ -16,6 +16,8 @@ from thunder_memsave.settings.quantities import format_duration
 
 # A few lines of aliases of aliases can stand for billions of values.
 _MAX_VALUES = 50_000
+_MAX_DEPTH = 100
+"""Values within values. Python's own limit is not asked: inductor raises it in processes that compile."""
 
 # PyYAML follows YAML 1.1, where a number with an exponent needs a dot and a sign.
 _EXPONENT_NUMBER = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+")
@@ -43,6 +45,21 @@ class YamlFile:
 
 class PlainLoader(yaml.SafeLoader):
     """Reads YAML's plain values: `1e-4` is a number, `2026-11-21` a text."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Read a value.
+
+        Raises:
+            RecursionError: it is in more than `_MAX_DEPTH` others.
+        """
+        if self._depth > _MAX_DEPTH:
+            raise RecursionError
+        self._depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class PlainDumper(yaml.SafeDumper):
