@@ -24,7 +24,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.extend import OperatorExecutor, register_executor
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
@@ -166,6 +166,7 @@ class Region:
             table = formulas("cuda" if any(f.is_cuda for f in fakes) else "cpu")
             with mode, torch._C.DisableTorchFunctionSubclass():
                 graph = make_fx(lambda *a: list(self._eager(*a)), decomposition_table=table)(*fakes)
+        _keep_order(graph)
         return graph, fakes
 
 
@@ -173,6 +174,33 @@ def _fake(layout: Layout) -> Tensor:
     return torch.empty_strided(
         layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
     )
+
+
+def _keep_order(graph: fx.GraphModule) -> None:
+    """Lay concatenations that are results out as PyTorch does: inductor leaves the one operand that has numbers.
+
+    Phi 3 joins what its rotary embedding turns of transposed heads with the rest, which is nothing.
+    """
+    output = graph.graph.output_node()
+    results: Any = output.args[0]
+    found = list(results)
+    for place, node in enumerate(found):
+        if node.target is not torch.ops.aten.cat.default or all(
+            map(_is_in_order, (n.meta["val"] for n in node.args[0]))
+        ):
+            continue
+        with graph.graph.inserting_before(output):
+            kept: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            found[place] = graph.graph.call_function(torch.ops.aten.clone.default, (node,), kept)
+        found[place].meta = dict(node.meta)
+    output.args = (found,)
+    graph.recompile()
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Return whether no dim has a larger stride than one before it, among those of several elements."""
+    strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    return strides == sorted(strides, reverse=True)
 
 
 def _fill(args: Sequence[Tensor], generator: torch.Generator) -> None:

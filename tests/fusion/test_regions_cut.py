@@ -8,15 +8,17 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from harness.fused_steps import WIDTH, Ran, step
 from harness.memory import measured_peak_bytes
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
-from thunder_memsave.fusion import runs
+from thunder_memsave.fusion import inductor, region, runs
 from thunder_memsave.planner.devices import device
 
+ATEN = torch.ops.aten
 HEADS = 4
 X = torch.randn(2, 32, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -61,6 +63,34 @@ class ViewedBefore(nn.Module):
 
 def ran(*, fusion: bool) -> Ran:
     return step(Turned, {"x": X}, fusion=fusion)
+
+
+def partly_turned(heads: Tensor, turn: Tensor) -> list[Tensor]:
+    """A rotary embedding of a part of each head, as of Phi 3, where it is all of it: nothing is joined with it."""
+    heads = ATEN.transpose.int(heads, 1, 2)
+    part, rest = (ATEN.slice.Tensor(heads, 3, *ends) for ends in ((0, 8), (8, 16)))
+    first, second = (ATEN.slice.Tensor(part, 3, *ends) for ends in ((0, 4), (4, 8)))
+    turned = ATEN.cat.default([ATEN.neg.default(second), first], -1)
+    added = ATEN.add.Tensor(ATEN.mul.Tensor(part, turn), ATEN.mul.Tensor(turned, turn))
+    return [ATEN.cat.default([added, rest], -1)]
+
+
+def test_a_concatenation_of_transposed_operands_is_laid_out_as_pytorch_does() -> None:
+    if (reason := inductor.why_unavailable("cpu")) is not None:
+        pytest.skip(reason)
+    inputs = torch.randn(4, 32, 4, 8), torch.randn(1, 1, 32, 8)
+    (expected,) = partly_turned(*inputs)
+    strides = []
+    for is_kept in (True, False):
+        with torch.no_grad(), inductor.options():
+            graph = make_fx(partly_turned, tracing_mode="fake")(*inputs)
+            if is_kept:
+                region._keep_order(graph)
+            (found,) = inductor.compile_graph(graph, inputs)(*inputs)
+        assert torch.equal(found, expected)
+        strides.append(found.stride())
+    assert strides[0] == expected.stride()
+    assert strides[1] != expected.stride(), "a canary: inductor follows the operands"
 
 
 @pytest.mark.parametrize("most", [2, 3, 4, 64])
