@@ -22,7 +22,7 @@ from thunder.core.proxies import Proxy
 from thunder.core.trace import TraceCtx, tracectx
 
 from thunder_memsave.budget.extract import Values
-from thunder_memsave.fusion.memory import Placed
+from thunder_memsave.fusion.memory import Placed, readers_of
 from thunder_memsave.fusion.operators import Kind
 from thunder_memsave.ops.updated_parameters import updated_name, updates_parameter
 from thunder_memsave.passes.symbols import renamed
@@ -57,12 +57,10 @@ def computed_again(symbols: Sequence[Placed], values: Values, trace: TraceCtx) -
                 result.name: result.replace_name(f"{result.name}_at_{place}")
             }
             copy = renamed(placed.bsym, named)
-            copy.tags |= placed.bsym.tags
             values.run(copy, place, "temporary")
             before[place].append(replace(placed, bsym=copy))
             for reader in again.readers:
                 bsym = renamed(found[reader].bsym, named, skip_output=True)
-                bsym.tags |= found[reader].bsym.tags
                 found[reader] = replace(found[reader], bsym=bsym)
     return [each for number, one in enumerate(found) for each in (*before[number], one)]
 
@@ -73,16 +71,14 @@ class _Runs:
     def __init__(self, symbols: Sequence[Placed], values: Values) -> None:
         self._symbols, self._values = symbols, values
         self._run = list(accumulate(int(p.kind is Kind.OTHER) for p in symbols))
-        self._readers: dict[str, list[int]] = defaultdict(list)
-        """Numbers of the readers, by name."""
+        self._readers = readers_of([placed.bsym for placed in symbols])
         self._fusing: dict[int, dict[int, int]] = defaultdict(dict)
-        """By storage: the number of its last reader that fuses, by run."""
+        """The number of a storage's last reader that fuses, by storage and run."""
         self._written = set(values.written_at)
         for number, placed in enumerate(symbols):
-            for proxy in placed.bsym.flat_proxy_args:
-                self._readers[proxy.name].append(number)
-                if placed.kind is Kind.FUSES:
-                    self._fusing[self._storage(proxy)][self._run[number]] = number
+            if placed.kind is Kind.FUSES:
+                for storage in values.storages_of(placed.bsym.flat_proxy_args):
+                    self._fusing[storage][self._run[number]] = number
             if updates_parameter(placed.bsym):
                 self._written.add(values.by_name[updated_name(placed.bsym)].storage)
 
@@ -123,11 +119,8 @@ class _Runs:
         """Return where in a run that reads a result, and its operands, these are as they were; None: not so."""
         if any(self._symbols[r].kind is not Kind.FUSES for r in readers):
             return None
-        operands = {self._storage(a) for a in self._symbols[number].bsym.flat_proxy_args}
+        operands = self._values.storages_of(self._symbols[number].bsym.flat_proxy_args)
         last = [self._fusing[s].get(run) for s in operands]
         if operands & self._written or None in last:
             return None
         return min(readers[0], *(n for n in last if n is not None))
-
-    def _storage(self, proxy: Proxy) -> int:
-        return self._values.by_name[proxy.name].storage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,20 @@ def with_places(symbols: Sequence[Placed]) -> list[Placed]:
     ]
 
 
+def readers_of(symbols: Sequence[BoundSymbol]) -> defaultdict[str, list[int]]:
+    """Return the indices of the symbols that read each name, in order: once for each time that one reads it."""
+    found = defaultdict[str, list[int]](list)
+    for index, bsym in enumerate(symbols):
+        for proxy in bsym.flat_proxy_args:
+            found[proxy.name].append(index)
+    return found
+
+
+def makers_of(symbols: Sequence[BoundSymbol]) -> dict[str, int]:
+    """Return the index of the symbol that makes each name."""
+    return {o.name: index for index, bsym in enumerate(symbols) for o in bsym.flat_proxy_outs}
+
+
 class Memory:
     """The storages of symbols, which are numbered; results written over an operand have that one's."""
 
@@ -59,7 +74,7 @@ class Memory:
         """The number of the symbol that uses a storage last."""
         known = set(values.inputs)
         parts: dict[int, set[int]] = {}
-        """What is read where something that is left out would be."""
+        """The storages that are read where something that is left out would be."""
         for placed in symbols:
             read = self.storages(p.name for p in placed.bsym.flat_proxy_args)
             read = read.union(*(parts[s] for s in read & self.absent))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from thunder.core.proxies import Proxy
 
 from thunder_memsave.budget.extract import Values
-from thunder_memsave.fusion.memory import Memory, Placed
+from thunder_memsave.fusion.memory import Memory, Placed, makers_of, readers_of
 from thunder_memsave.fusion.operators import Kind
 from thunder_memsave.ops.updated_parameters import updated_name, updates_parameter
 
@@ -52,17 +52,12 @@ class _Order:
         self.numbers = list(range(len(symbols)))
         self._place = list(range(len(symbols)))
         """The place of each symbol, by its number."""
-        self._readers: dict[str, list[int]] = defaultdict(list)
-        self._maker: dict[str, int] = {}
+        bsyms = [placed.bsym for placed in symbols]
+        self._readers, self._maker = readers_of(bsyms), makers_of(bsyms)
         self._last = dict(self._memory.last)
         """The place of the last use of a storage."""
         self._before, self._most = self._memory.held_before(len(symbols))
         """Bytes that are held before each place, and the most that ever are."""
-        for number, placed in enumerate(symbols):
-            for proxy in placed.bsym.flat_proxy_args:
-                self._readers[proxy.name].append(number)
-            for proxy in placed.bsym.flat_proxy_outs:
-                self._maker[proxy.name] = number
 
     def move_back(self, number: int) -> None:
         """Move a symbol to just before its first reader, if that fuses and kernels move less for it."""
@@ -91,8 +86,12 @@ class _Order:
         start = max(makers)
         if not self._may_pass(self.numbers[start + 1 : self._place[number]]):
             return
+        coming: list[int] = []
         for fewest in (None, 1, 0):
-            coming = self._coming(number, start, fewest)
+            others = self._followers(number, start, fewest) if fewest is not None else ()
+            before, coming = coming, self._with_views({number, *others}, start)
+            if coming == before:
+                continue
             span = self.numbers[start + 1 : self._place[coming[-1]] + 1]
             rest = [n for n in span if n not in coming]
             if any(self._writes_over(c, n) for c in coming for n in rest):
@@ -100,25 +99,29 @@ class _Order:
             if self._is_reordered(start, [self.numbers[start], *coming, *rest]):
                 return
 
-    def _coming(self, number: int, start: int, fewest: int | None) -> list[int]:
-        """Return what moves to after a place: a symbol, others of its run, and the views through which they read.
+    def _followers(self, number: int, start: int, fewest: int) -> set[int]:
+        """Return the symbols after one, in its run, that can follow it to after a place.
 
         Args:
             number: Of the symbol.
             start: The place.
-            fewest: Number of symbols among those that each other one reads at least; None: no other one moves.
+            fewest: Number of symbols, among it and its followers, that each reads at least.
         """
-        found = {number}
-        for place in range(self._place[number] + 1, len(self.numbers) if fewest is not None else 0):
+        coming = {number}
+        for place in range(self._place[number] + 1, len(self.numbers)):
             other = self.numbers[place]
-            if self._symbols[other].kind is Kind.OTHER:
+            kind = self._symbols[other].kind
+            if kind is Kind.OTHER:
                 break
             later = {m for m in self._read_by(other)[1] if self._place[m] > start}
-            is_view = self._symbols[other].kind is Kind.VIEW
-            if not is_view and len(later) >= (fewest or 0) and later <= found:
-                found.add(other)
-        views = {v for n in found for v in self._read_by(n)[0] if self._place[v] > start}
-        return sorted(found | views, key=self._place.__getitem__)
+            if kind is Kind.FUSES and len(later) >= fewest and later <= coming:
+                coming.add(other)
+        return coming - {number}
+
+    def _with_views(self, numbers: set[int], start: int) -> list[int]:
+        """Return symbols that move to after a place, in their order, with the views through which they read."""
+        views = {v for n in numbers for v in self._read_by(n)[0] if self._place[v] > start}
+        return sorted(numbers | views, key=self._place.__getitem__)
 
     def _window(self, start: int, stop: int) -> tuple[int, int]:
         """Return the places of the runs that a span is part of: neighbours up to what does not fuse."""

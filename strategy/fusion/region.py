@@ -183,18 +183,24 @@ def _keep_order(graph: fx.GraphModule) -> None:
     """
     output = graph.graph.output_node()
     results: Any = output.args[0]
-    found = list(results)
-    for place, node in enumerate(found):
-        if node.target is not torch.ops.aten.cat.default or all(
-            map(_is_in_order, (n.meta["val"] for n in node.args[0]))
-        ):
-            continue
-        with graph.graph.inserting_before(output):
-            kept: dict[str, Any] = {"memory_format": torch.contiguous_format}
-            found[place] = graph.graph.call_function(torch.ops.aten.clone.default, (node,), kept)
-        found[place].meta = dict(node.meta)
-    output.args = (found,)
-    graph.recompile()
+    found = [node if _follows_order(node) else _in_order(graph.graph, node) for node in results]
+    if found != list(results):
+        output.args = (found,)
+        graph.recompile()
+
+
+def _in_order(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    kept: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    with graph.inserting_before(graph.output_node()):
+        copied = graph.call_function(torch.ops.aten.clone.default, (node,), kept)
+    copied.meta = dict(node.meta)
+    return copied
+
+
+def _follows_order(node: fx.Node) -> bool:
+    """Return whether it is no concatenation, or one of operands in the order of their dims."""
+    operands: Any = node.args[0] if node.target is torch.ops.aten.cat.default else ()
+    return all(_is_in_order(operand.meta["val"]) for operand in operands)
 
 
 def _is_in_order(tensor: Tensor) -> bool:

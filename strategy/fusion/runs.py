@@ -6,7 +6,6 @@ one, or than the trace does at another moment.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_memsave.budget.extract import Values, is_bookkeeping
 from thunder_memsave.fusion.computed_again import computed_again
-from thunder_memsave.fusion.memory import Memory, Placed, with_places
+from thunder_memsave.fusion.memory import Memory, Placed, makers_of, readers_of, with_places
 from thunder_memsave.fusion.neighbours import beside
 from thunder_memsave.fusion.operators import Kind, is_pure, kind_of, reshapes
 from thunder_memsave.fusion.region import bind, has_failed, known
@@ -126,13 +125,7 @@ class _Cut:
         self._before, self._most = self._memory.held_before(len(symbols))
         self.taken_in: set[int] = set()
         """Indices of the views that are in regions alone."""
-        self._readers: dict[str, list[int]] = defaultdict(list)
-        """Indices of the readers, by name."""
-        self._maker: dict[str, int] = {}
-        for index, bsym in enumerate(symbols):
-            for a in bsym.flat_proxy_args:
-                self._readers[a.name].append(index)
-            self._maker.update((o.name, index) for o in bsym.flat_proxy_outs)
+        self._readers, self._maker = readers_of(symbols), makers_of(symbols)
         self._last_of_storage: dict[int, int] = {}
         for name, readers in self._readers.items():
             if (value := values.by_name.get(name)) is not None:
@@ -246,9 +239,8 @@ class _Cut:
             while len(readers := set(self._readers[output.name])) == 1:
                 (reader,) = readers
                 is_view = self._kinds[reader] is Kind.VIEW and reshapes(self._symbols[reader])
-                has_numbers = (
-                    0 not in output.shape
-                )  # else inductor lays the other shape out otherwise
+                # Inductor lays a shape without numbers out otherwise.
+                has_numbers = 0 not in output.shape
                 if not (is_view and has_numbers) or reader in self.taken_in:
                     break
                 taken_in.append(reader)
@@ -268,6 +260,7 @@ class _Cut:
             stop: The index after its last one.
         """
         stays = {id(bsym) for bsym in beside}
+        here = {i for i in range(start, stop) if id(self._symbols[i]) not in stays}
         found: set[int] = set()
         stack = list(body)
         while stack:
@@ -278,8 +271,7 @@ class _Cut:
                     continue
                 bsym = self._symbols[maker]
                 readers = [r for o in bsym.flat_proxy_outs for r in self._readers[o.name]]
-                is_here = (start <= r < stop and id(self._symbols[r]) not in stays for r in readers)
-                if all(here or r in found for here, r in zip(is_here, readers, strict=True)):
+                if all(r in here or r in found for r in readers):
                     found.add(maker)
                     stack.append(bsym)
         return sorted(found)

@@ -112,7 +112,7 @@ def _one_group(arguments: Sequence[Tensor]) -> None:
 
 
 NUMBERS: Mapping[str, Numbers] = {"aten_grouped_mm": _one_group}
-"""By the operator's name, as `Kernel.numbers`."""
+"""Functions as `Kernel.numbers`, by the operator's name."""
 
 _VIEWS_BY_NAME = frozenset(
     {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
@@ -122,7 +122,7 @@ operators of PyTorch's own samples (`op_db` of torch 2.13) whose results share m
 
 _symbols: dict[OpOverload, Symbol] = {}
 _operators: dict[str, OpOverload] = {}
-"""By the names of their symbols."""
+"""The operators, by the names of their symbols."""
 
 
 def proxy_like(expected: Tensor, device: torch.device | None = None) -> TensorProxy:

@@ -219,7 +219,7 @@ class Sustained:
     cudnn_forward: float = 0.53
     cudnn_backward: float = 0.43
     states: float = 0.58
-    """Of the rate to the host."""
+    """The part of the rate to the host at which they are copied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

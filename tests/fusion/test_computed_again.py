@@ -89,10 +89,6 @@ def ran(build: Callable[[], nn.Module], *, again: bool = True, fusion: bool = Tr
         return step(build, {"x": X}, fusion=fusion)
 
 
-def moved_bytes(of: Ran) -> int:
-    return sum(s.op.moved_bytes for s in of.call.program.steps)
-
-
 @pytest.fixture(autouse=True)
 def _has_compiler() -> None:
     if (reason := inductor.why_unavailable("cpu")) is not None:
@@ -111,7 +107,7 @@ def test_a_step_has_the_bits_of_an_unfused_one_and_takes_the_bytes_that_were_pre
 
 def test_what_is_computed_again_is_neither_written_nor_read_nor_held() -> None:
     again, once = ran(Twice), ran(Twice, again=False)
-    assert moved_bytes(once) - moved_bytes(again) == 2 * X_BYTES
+    assert once.moved_bytes - again.moved_bytes == 2 * X_BYTES
     assert again.num_regions == once.num_regions
     assert again.predicted_bytes <= once.predicted_bytes
     assert all(map(torch.equal, again.bits, once.bits))
@@ -121,4 +117,4 @@ def test_what_is_computed_again_is_neither_written_nor_read_nor_held() -> None:
 def test_nothing_is_computed_again_that_is_written_anyway_or_whose_operands_are_not_read(
     build: Callable[[], nn.Module],
 ) -> None:
-    assert moved_bytes(ran(build)) == moved_bytes(ran(build, again=False))
+    assert ran(build).moved_bytes == ran(build, again=False).moved_bytes

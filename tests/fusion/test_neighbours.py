@@ -142,16 +142,12 @@ def test_a_gate_moves_over_a_kernel_of_ours() -> None:
     assert fused.order_of("silu") == []
 
 
-def moved_bytes(ran: Ran) -> int:
-    return sum(s.op.moved_bytes for s in ran.call.program.steps)
-
-
 @pytest.mark.usefixtures("_one_by_one")
 def test_two_that_move_less_only_together_move_together() -> None:
     fused, _ = both(Siblings)
     with patch.object(runs, "beside", lambda symbols, values: list(symbols)):
         unmoved, _ = both(Siblings)
-    assert moved_bytes(unmoved) - moved_bytes(fused) == 4 * 8 * WIDTH  # what they read is there
+    assert unmoved.moved_bytes - fused.moved_bytes == 4 * 8 * WIDTH  # what they read is there
 
 
 @pytest.mark.usefixtures("_one_by_one")

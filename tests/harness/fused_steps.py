@@ -78,6 +78,11 @@ class Ran:
         return sum(s.op.symbol.startswith(PREFIX) for s in self.call.program.steps)
 
     @property
+    def moved_bytes(self) -> int:
+        """Bytes that all operations of a step move."""
+        return sum(s.op.moved_bytes for s in self.call.program.steps)
+
+    @property
     def distinct(self) -> set[str]:
         symbols = {s.op.symbol for s in self.call.program.steps}
         return {name for name in symbols if name.startswith(PREFIX)}
