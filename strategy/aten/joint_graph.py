@@ -27,7 +27,7 @@ from thunder_memsave.aten.record import draws
 from thunder_memsave.aten.repeated_copies import skip_repeated_copies
 from thunder_memsave.aten.round_trips import skip_round_trips
 from thunder_memsave.aten.saved_tensors import no_saved_tensors_hooks
-from thunder_memsave.aten.strided_draws import draw_in_memory_order
+from thunder_memsave.aten.strided_writes import write_in_memory_order
 from thunder_memsave.aten.whole_calls import Rule, whole_calls
 from thunder_memsave.errors import ThunderMemsaveError
 
@@ -248,7 +248,7 @@ def _functional(joint: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Grap
     """Return a graph of operators, functional where they were in place."""
     module = make_fx(joint)(*tensors)
     if any(map(_writes, module.graph.nodes)):
-        draw_in_memory_order(module.graph)
+        write_in_memory_order(module.graph)
         run = KeepsOrigin(module).run
         with no_autocast():
             module = make_fx(torch.func.functionalize(run, remove="mutations"))(*tensors)

@@ -1,4 +1,4 @@
-"""Dropout of a tensor that is not contiguous draws eager PyTorch's mask."""
+"""Writes to a tensor that is not contiguous, and dropout of it, give the numbers of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -64,6 +64,41 @@ def test_draws_by_a_function_are_eagers() -> None:
 
     torch.manual_seed(0)
     assert_eagers(Drawn(), torch.randn(2, 5, 8))
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "masked_fill_": lambda v, x: v.masked_fill_(x > 0.1, 0.25),
+    "masked_fill_ by rows": lambda v, x: v.masked_fill_(x[:, :1] > 0.1, torch.tensor(0.25)),
+    "numbers at a mask": lambda v, x: v.__setitem__(x[..., 0] > 0.1, 0.25),
+    "index_add_": lambda v, x: v.index_add_(1, torch.tensor([0, 2]), x[:, :2]),
+    "index_copy_": lambda v, x: v.index_copy_(1, torch.tensor([0, 2]), x[:, :2]),
+    "scatter_": lambda v, x: v.scatter_(1, torch.zeros(2, 1, 8, dtype=torch.long), x[:, :1]),
+    "masked_scatter_": lambda v, x: v.masked_scatter_(x > 0, x),
+    "tril_": lambda v, x: v.tril_(),
+    "cumsum_": lambda v, x: v.cumsum_(1),
+    "renorm_": lambda v, x: v.renorm_(2, 0, 1.0),
+    "mul_": lambda v, x: v.mul_(x),
+    "copy_": lambda v, x: v.copy_(x),
+}
+
+
+class Written(nn.Module):
+    """Writes to the results of a linear layer where they are transposed, and takes a view that needs their strides."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.linear, self.write = nn.Linear(8, 8), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x.transpose(0, 1)).transpose(0, 1)
+        self.write(y, x)
+        return y.transpose(0, 1).view(-1, 8)
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_writes_keep_strides(write: Callable[[Tensor, Tensor], object]) -> None:
+    torch.manual_seed(0)
+    assert_eagers(Written(write), torch.randn(2, 5, 8))
 
 
 def assert_eagers(model: nn.Module, x: Tensor) -> None:

@@ -1,0 +1,103 @@
+"""Writes in place keep the strides of what they write to; their functional forms, which replace them, must too.
+
+`Tensor.bernoulli_(p)`, which dropout on a CPU calls on a tensor with the strides of its input, draws for a transposed
+tensor in the order of its memory. `aten.bernoulli.p`, to which functionalization turns it, draws for a contiguous one.
+`aten.masked_fill` of a transposed tensor is contiguous, and so are `index_add`, `tril` and others: a later view that
+eager PyTorch takes is then none, and functionalization ends in an error.
+
+    v.masked_fill_(mask, 0.0)       # becomes: v.permute(order).masked_fill_(mask.permute(order), 0.0)
+    v.index_add_(1, i, x)           # becomes: v.copy_(index_add(v, 1, i, x))
+
+with the order of dims in which `v` is contiguous. So the numbers and the strides are those of eager PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map_only
+
+_aten = torch.ops.aten
+_BERNOULLI = _aten.bernoulli_.float
+_MASKED_FILLS = (_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
+
+
+def write_in_memory_order(graph: fx.Graph) -> None:
+    """Let the functional forms of a graph's writes keep the strides of what is written to."""
+    for node in list(graph.nodes):
+        if not (
+            isinstance(node.target, OpOverload) and node.target._schema.is_mutable and node.args
+        ):
+            continue
+        operand = node.args[0]
+        value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
+        if not isinstance(value, Tensor) or (order := _order_in_memory(value)) is None:
+            continue
+        if node.target is _BERNOULLI:
+            node.args = (_permuted(node, operand, order), *node.args[1:])
+        elif node.target in _MASKED_FILLS:
+            mask = _like(node, node.args[1], _aten.expand.default, value.shape)
+            node.args = (
+                *(_permuted(node, each, order) for each in (operand, mask)),
+                *node.args[2:],
+            )
+        elif not _keeps_strides(node, value):
+            _copy_result(node)
+        else:
+            continue
+        node.replace_all_uses_with(operand)
+
+
+def _order_in_memory(value: Tensor) -> list[int] | None:
+    """Return the order of dims in which the tensor is contiguous; None: it is as it is, or never."""
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    is_changed = not value.is_contiguous() and value.permute(order).is_contiguous()
+    return order if is_changed else None
+
+
+def _permuted(node: fx.Node, operand: Any, order: list[int]) -> fx.Node:
+    return _like(node, operand, _aten.permute.default, order)
+
+
+def _like(node: fx.Node, operand: Any, view: OpOverload, sizes: Sequence[int]) -> fx.Node:
+    """Return a view of a node's operand, before the node."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(view, (operand, list(sizes)))
+    made.meta = {**node.meta, "val": view(operand.meta["val"], list(sizes))}
+    return made
+
+
+def _functional(target: OpOverload) -> OpOverload | None:
+    """Return the operator that gives as a new tensor what another one writes; None: there is none of its name."""
+    packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    found = getattr(packet, target._overloadname, None)
+    return found if isinstance(found, OpOverload) and not found._schema.is_mutable else None
+
+
+def _keeps_strides(node: fx.Node, value: Tensor) -> bool:
+    """Tell whether the functional form of a write has a result with the strides of what is written to."""
+    functional = _functional(node.target)
+    if functional is None:
+        return True
+    args, kwargs = tree_map_only(fx.Node, _value_of, (node.args, node.kwargs))
+    made = functional(*args, **kwargs)
+    return not isinstance(made, Tensor) or made.stride() == value.stride()
+
+
+def _value_of(node: fx.Node) -> Any:
+    """Return the tensor without numbers that a node makes, or the constant that it is."""
+    return (
+        node.meta["val"] if "val" in node.meta else getattr(node.graph.owning_module, node.target)
+    )
+
+
+def _copy_result(node: fx.Node) -> None:
+    """Write what the functional form makes."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(_functional(node.target), node.args, node.kwargs)
+    made.meta = {**node.meta}
+    node.target, node.args, node.kwargs = _aten.copy_.default, (node.args[0], made), {}
