@@ -29,27 +29,35 @@ _MASKED_FILLS = (_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor)
 def write_in_memory_order(graph: fx.Graph) -> None:
     """Let the functional forms of a graph's writes keep the strides of what is written to."""
     for node in list(graph.nodes):
-        if not (
-            isinstance(node.target, OpOverload) and node.target._schema.is_mutable and node.args
-        ):
+        target, operand = node.target, node.args[0] if node.args else None
+        if not (isinstance(target, OpOverload) and isinstance(operand, fx.Node)):
             continue
-        operand = node.args[0]
-        value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
-        if not isinstance(value, Tensor) or (order := _order_in_memory(value)) is None:
+        value = operand.meta.get("val")
+        if not (target._schema.is_mutable and isinstance(value, Tensor)):
             continue
-        if node.target is _BERNOULLI:
-            node.args = (_permuted(node, operand, order), *node.args[1:])
-        elif node.target in _MASKED_FILLS:
-            mask = _like(node, node.args[1], _aten.expand.default, value.shape)
-            node.args = (
-                *(_permuted(node, each, order) for each in (operand, mask)),
-                *node.args[2:],
-            )
-        elif not _keeps_strides(node, value):
-            _copy_result(node)
-        else:
-            continue
-        node.replace_all_uses_with(operand)
+        order = _order_in_memory(value)
+        if order is not None and _rewritten(node, target, value, order):
+            node.replace_all_uses_with(operand)
+
+
+def _rewritten(node: fx.Node, target: OpOverload, value: Tensor, order: list[int]) -> bool:
+    """Rewrite a write to a tensor that is contiguous in another order; tell whether that was necessary."""
+    operand, *others = node.args
+    functional = _functional(target)
+    if target is _BERNOULLI:
+        node.args = (_permuted(node, operand, order), *others)
+    elif target in _MASKED_FILLS:
+        mask = _like(node, others[0], _aten.expand.default, value.shape)
+        filled = (_permuted(node, each, order) for each in (operand, mask))
+        node.args = (*filled, *others[1:])
+    elif functional is None or _keeps_strides(functional, node, value):
+        return False
+    else:
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(functional, node.args, node.kwargs)
+        made.meta = {**node.meta}
+        node.target, node.args, node.kwargs = _aten.copy_.default, (operand, made), {}
+    return True
 
 
 def _order_in_memory(value: Tensor) -> list[int] | None:
@@ -78,11 +86,8 @@ def _functional(target: OpOverload) -> OpOverload | None:
     return found if isinstance(found, OpOverload) and not found._schema.is_mutable else None
 
 
-def _keeps_strides(node: fx.Node, value: Tensor) -> bool:
+def _keeps_strides(functional: OpOverload, node: fx.Node, value: Tensor) -> bool:
     """Tell whether the functional form of a write has a result with the strides of what is written to."""
-    functional = _functional(node.target)
-    if functional is None:
-        return True
     args, kwargs = tree_map_only(fx.Node, _value_of, (node.args, node.kwargs))
     made = functional(*args, **kwargs)
     return not isinstance(made, Tensor) or made.stride() == value.stride()
@@ -90,14 +95,6 @@ def _keeps_strides(node: fx.Node, value: Tensor) -> bool:
 
 def _value_of(node: fx.Node) -> Any:
     """Return the tensor without numbers that a node makes, or the constant that it is."""
-    return (
-        node.meta["val"] if "val" in node.meta else getattr(node.graph.owning_module, node.target)
-    )
-
-
-def _copy_result(node: fx.Node) -> None:
-    """Write what the functional form makes."""
-    with node.graph.inserting_before(node):
-        made = node.graph.call_function(_functional(node.target), node.args, node.kwargs)
-    made.meta = {**node.meta}
-    node.target, node.args, node.kwargs = _aten.copy_.default, (node.args[0], made), {}
+    if "val" in node.meta:
+        return node.meta["val"]
+    return getattr(node.graph.owning_module, str(node.target))

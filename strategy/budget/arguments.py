@@ -66,5 +66,7 @@ def updating(memory: StepMemory, trace: TraceCtx, arguments: Arguments) -> Mappi
         layout = contiguous(proxy) if tensor is None else layout_of(tensor)
         update = known.get((layout.shape, str(layout.dtype)))
         if update is not None:
-            found[proxy.name] = Update(update.peak_bytes, update.moved_bytes, layout.stride)
+            found[proxy.name] = Update(
+                update.peak_bytes, update.moved_bytes, layout.stride, update.states_bytes
+            )
     return found

@@ -206,7 +206,7 @@ class MemoryPlanner:
             actions=call.actions,
             room=call.given_room,
             added=attempt.added,
-            updated=attempt.updated,
+            updated=call.updated,
             copies=call.copies,
         )
 

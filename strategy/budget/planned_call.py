@@ -38,6 +38,7 @@ from thunder_memsave.planner.graph import (
     StepMemory,
     TrainingGraph,
 )
+from thunder_memsave.planner.offload.copies import is_copy_of_states
 from thunder_memsave.planner.offload.engines import CopyRates, StepTime, step_time
 from thunder_memsave.planner.reserved import (
     Found,
@@ -69,6 +70,8 @@ class PlannedCall:
     """Memory of the final traces."""
     joint: TraceCtx = field(compare=False, repr=False)
     """The joint trace that the plan is for."""
+    updated: Mapping[str, Update] = field(default_factory=dict, compare=False, repr=False)
+    """The updates that backward makes itself, by the argument's name."""
     way: Way = field(default_factory=Way)
     copies: CopyTerms | None = field(default=None, compare=False)
     """On which its copies to the host were placed; None: it has none."""
@@ -132,8 +135,13 @@ class PlannedCall:
         """Return the bytes that a budget leaves beside this call, which must not overlap collectives itself."""
         left: dict[str, int] = {}
         start_bytes: dict[str, int] = {}
+        names: tuple[str, ...] = ()
         for step, nbytes in zip(self.program.steps, self.profile.step_peak_bytes, strict=True):
-            left.update(dict.fromkeys(step.op.results, budget_bytes - nbytes))
+            if step.op.results and not is_copy_of_states(step.op):
+                names = step.op.results
+                left.update(dict.fromkeys(names, budget_bytes - nbytes))
+            else:  # what has no name counts with what is before it
+                left.update({name: min(left[name], budget_bytes - nbytes) for name in names})
             if step.op.communicates:
                 start_bytes.update(dict.fromkeys(step.op.results, step.op.peak_bytes))
         return Room(left_bytes=left, start_bytes=start_bytes)
@@ -242,6 +250,11 @@ class Attempt:
             fuses=self.fuses,
         )
 
+    def with_memory(self, memory: StepMemory) -> Attempt:
+        """Return this call in steps that hold other bytes besides, and whose updates take others."""
+        updated = updating(memory, self.traces.joint, self.arguments)
+        return replace(self, memory=memory, updated=updated)
+
     @property
     def loss_tile_bytes(self) -> int:
         """The most that a tile of a loss takes, beside what is computed in tiles."""
@@ -253,15 +266,21 @@ class Attempt:
 
     @property
     def communicates(self) -> bool:
-        """True if the call has collectives, which could be in flight during computation."""
-        return any(op.communicates for op in self.graph.ops)
+        """True if the call has collectives, or copies of states, which could be in flight during computation."""
+        return any(op.communicates for op in self.graph.ops) or self._states_bytes > 0
 
     @property
     def collective_bytes(self) -> int:
-        """The most that a collective makes."""
+        """The most that a collective makes, or the copies of states that are in flight beside an update."""
         storages = self.graph.storages
         sends = [op for op in self.graph.ops if op.communicates]
-        return max((sum(storages[s].nbytes for s in op.makes) for op in sends), default=0)
+        made = (sum(storages[s].nbytes for s in op.makes) for op in sends)
+        return max(2 * self._states_bytes, *made, 0)
+
+    @property
+    def _states_bytes(self) -> int:
+        """The most that the states of one weight take that are copied for its update in backward."""
+        return max((update.states_bytes for update in self.updated.values()), default=0)
 
     def run(self, plan: Plan | None, room: Room | None = None) -> PlannedCall:
         """Carry a plan out, and simulate what runs.
@@ -298,6 +317,7 @@ class Attempt:
             memory=self.memory,
             profile=profile,
             joint=self.traces.joint,
+            updated=self.updated,
             way=self.way,
             copies=copies,
             time=time,

@@ -25,6 +25,7 @@ from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.measure.used_gradients import uses_gradient
 from thunder_memsave.ops.added_gradients import added_if_given, lies_alike
 from thunder_memsave.ops.families.collectives import is_wait
+from thunder_memsave.ops.host_copies.states import waits_for_states
 from thunder_memsave.ops.host_copies.symbols import waits_for_copy
 from thunder_memsave.passes.symbols import (
     is_tensor,
@@ -195,7 +196,7 @@ class _Running:
                 )
                 for name in ran.op.results:
                     self._refer(name)
-                if is_wait(bsym) or waits_for_copy(bsym):
+                if is_wait(bsym) or waits_for_copy(bsym) or waits_for_states(bsym):
                     self._end(bsym.flat_proxy_args[0].name)
                 self._free(ran.made)  # results without a name
 

@@ -175,7 +175,11 @@ def _running_backward(
             with _plain_execution(), running(of_run):
                 if graphed is not None:
                     return graphed.backward(differentiate, saved, cotangents, reached.inputs)
-                gradients = list(differentiate(saved, cotangents))
+                try:
+                    gradients = list(differentiate(saved, cotangents))
+                finally:
+                    if updates is not None:
+                        updates.end_copies()
             for i, name, _ in parameters:
                 gradients[i] = of_run.given.get(name, gradients[i])
             return gradients

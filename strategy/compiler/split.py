@@ -21,6 +21,7 @@ from thunder_memsave.ops.added_gradients import with_added
 from thunder_memsave.ops.updated_parameters import with_updates
 from thunder_memsave.passes.in_place.results import write_in_place
 from thunder_memsave.passes.in_place.updates import update_in_place
+from thunder_memsave.passes.overlap.state_copies import copy_states
 from thunder_memsave.passes.repeatable import roots
 from thunder_memsave.passes.symbols import emptied, forward_symbols, is_joint, is_unread_draw
 
@@ -115,6 +116,7 @@ def add_gradients(state: State) -> State:
     if state.updated:
         memory = roots([*forward.bound_symbols, *backward.bound_symbols])
         backward = with_updates(backward, forward.args, state.updated, memory)
+        backward = copy_states(backward, state.room)
     if state.added:
         backward = with_added(backward, forward.args, state.added)
     return replace(state, backward=backward)

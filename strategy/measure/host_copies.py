@@ -12,6 +12,7 @@ from thunder.core.symbol import BoundSymbol
 
 from thunder_memsave.measure.layouts import Layout, Value, contiguous
 from thunder_memsave.measure.op_profile import OpProfile
+from thunder_memsave.ops.host_copies.states import fetch_states, store_states, wait_states
 from thunder_memsave.ops.host_copies.symbols import copy_in, copy_out, wait_copy_in, wait_copy_out
 from thunder_memsave.ops.host_copies.weights import is_fetch
 from thunder_memsave.planner.graph import FETCH
@@ -36,6 +37,12 @@ class HostCopyRules:
             return self._in(bsym, arguments[0])
         if is_fetch(bsym):
             return self._fetch(bsym, arguments[0])
+        if bsym.sym.id == fetch_states.id:
+            return self._fetch_states(bsym)
+        if bsym.sym.id == store_states.id:
+            return self._out(bsym, arguments[0])
+        if bsym.sym.id == wait_states.id:
+            return OpProfile(results=(), num_argument_storages=1, made_bytes=())
         if bsym.sym.id == wait_copy_out.id:
             return _views(arguments[0], [arguments[0].layout])
         if bsym.sym.id == wait_copy_in.id:
@@ -57,6 +64,17 @@ class HostCopyRules:
         copied = self._in(bsym, weight)
         nbytes = weight.layout.storage_bytes
         return replace(copied, held=frozenset(), copied_bytes=nbytes, key=f"{FETCH} {nbytes}")
+
+    def _fetch_states(self, bsym: BoundSymbol) -> OpProfile:
+        """What is allocated is the optimizer's, each state by itself; its sum is known."""
+        nbytes = bsym.args[1]
+        return OpProfile(
+            results=(Value(_of_result(bsym), 0),),
+            num_argument_storages=0,
+            made_bytes=(nbytes,),
+            peak_bytes=nbytes,
+            copied_bytes=nbytes,
+        )
 
     def _in(self, bsym: BoundSymbol, host: Value) -> OpProfile:
         layout = _of_result(bsym)

@@ -40,6 +40,15 @@ class OneByOne(Protocol):
     def update(self, parameter: Tensor, gradient: Tensor) -> None:
         """Update a parameter by its gradient."""
 
+    def fetch_states(self, parameter: Tensor) -> None:
+        """Bring the states of a parameter to the device, if they are on the host."""
+
+    def store_states(self, parameter: Tensor) -> None:
+        """Take them to the host."""
+
+    def wait_states(self, parameter: Tensor) -> None:
+        """Free their memory on the device."""
+
     def norm(self, optimizer: Optimizer, data_parallel: None) -> Tensor:
         """Return the norm of the gradients of an optimizer's parameters, after their updates."""
 
@@ -170,17 +179,23 @@ class _Update:
         """Update a parameter, and return the most that this or an update before it took."""
         record = self.record
         live_bytes, moved_bytes = record.live_bytes, record.moved_bytes
-        record.peak_bytes = live_bytes
+        updates.fetch_states(p)
+        record.peak_bytes = record.live_bytes
         self._named(updates.owner(p), lambda: updates.update(p, gradient))
-        states_bytes = record.live_bytes - live_bytes  # none but in the first
+        own_bytes = record.peak_bytes - record.live_bytes
+        states_bytes = record.live_bytes - live_bytes  # of those that stay, none but in the first
         # Each kernel's own; where one does it all, of which no FakeTensor tells, what it must move.
         moved = max(
             record.moved_bytes - moved_bytes, gradient.nbytes + 2 * (p.nbytes + states_bytes)
         )
+        updated_bytes = record.live_bytes
+        updates.store_states(p)
+        updates.wait_states(p)
         return replace(
             before,
-            peak_bytes=max(before.peak_bytes, record.peak_bytes - record.live_bytes),
+            peak_bytes=max(before.peak_bytes, own_bytes),
             moved_bytes=max(before.moved_bytes, moved),
+            states_bytes=max(before.states_bytes, updated_bytes - record.live_bytes),
         )
 
     def _clip_gradients(self) -> None:

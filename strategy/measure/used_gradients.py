@@ -45,7 +45,7 @@ class UsedGradientRules:
                 moved_bytes += 2 * nbytes
         return OpProfile(
             results=(),
-            num_argument_storages=1,
+            num_argument_storages=len({a.storage for a in arguments}),
             made_bytes=(),
             peak_bytes=peak_bytes,
             moved_bytes=moved_bytes,

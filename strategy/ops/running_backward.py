@@ -23,6 +23,18 @@ class Updates(Protocol):
     def update(self, parameter: Tensor, gradient: Tensor, *, is_shared: bool) -> None:
         """Update a parameter by its gradient, whose memory may be shared with other tensors that are read later."""
 
+    def fetch_states(self, parameter: Tensor) -> None:
+        """Begin to copy the states of a parameter to the device, if they are on the host."""
+
+    def store_states(self, parameter: Tensor) -> None:
+        """Begin to copy them back to the host, or let them go where the parameter was not updated."""
+
+    def wait_states(self, parameter: Tensor) -> None:
+        """Wait for that, and free their memory on the device."""
+
+    def end_copies(self) -> None:
+        """Wait for all copies of states that have begun."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunningBackward:

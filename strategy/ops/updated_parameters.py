@@ -46,10 +46,18 @@ class Update:
     """Bytes that its kernels read and write."""
     stride: tuple[int, ...] | None
     """The parameter's. A gradient with other strides is copied first, as by autograd; None: any is."""
+    states_bytes: int = 0
+    """Bytes of the optimizer's states that the host keeps, and the device has for the update."""
 
 
 def _update_parameter(
-    grad: Tensor, name: str, peak_bytes: int, moved_bytes: int, stride: tuple[int, ...] | None
+    grad: Tensor,
+    name: str,
+    peak_bytes: int,
+    moved_bytes: int,
+    stride: tuple[int, ...] | None,
+    states_bytes: int,
+    states: None = None,
 ) -> None:
     backward = running_backward()
     parameter = backward.parameters.get(name)
@@ -64,7 +72,7 @@ def _update_parameter(
 
 _update = _executor.register_operator(
     UPDATE,
-    meta=lambda grad, name, peak_bytes, moved_bytes, stride: None,
+    meta=lambda *_: None,
     fn=_update_parameter,
     tags=[prims.OpTags.DONT_DCE],
 )
@@ -81,9 +89,15 @@ def updated_name(bsym: BoundSymbol) -> str:
 
 
 def update_of(bsym: BoundSymbol) -> Update:
-    """Return what such a symbol's update takes."""
-    _grad, _name, peak_bytes, moved_bytes, stride = bsym.args
-    return Update(peak_bytes, moved_bytes, None if stride is None else tuple(stride))
+    """Return what such a symbol's update takes; states that are fetched before have memory of their own."""
+    _grad, _name, peak_bytes, moved_bytes, stride, states_bytes, *fetched = bsym.args
+    own_bytes = peak_bytes if fetched else peak_bytes + states_bytes
+    return Update(own_bytes, moved_bytes, None if stride is None else tuple(stride), states_bytes)
+
+
+def with_fetched(bsym: BoundSymbol, states: TensorProxy) -> BoundSymbol:
+    """Return such a symbol with the states that were fetched for it."""
+    return _update.bind(*bsym.args, states, output=None)
 
 
 def updated_names(trace: TraceCtx) -> Sequence[str]:
@@ -126,7 +140,9 @@ def with_updates(
         update = updates[name]
         stride = None if gradient in shared else update.stride
         bound = _update.bind(
-            *(proxies[gradient], name, update.peak_bytes, update.moved_bytes, stride), output=None
+            *(proxies[gradient], name, update.peak_bytes, update.moved_bytes, stride),
+            update.states_bytes,
+            output=None,
         )
         after.setdefault(max(made[gradient], last.get(name, -1)), []).append(bound)
     new = from_trace(backward)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.ops.added_gradients import lies_alike
 from thunder_memsave.optim.muon import MuonByRows
+from thunder_memsave.optim.on_host import Copy, StatesOnHost, begin_in, begin_out, drop, end
 from thunder_memsave.optim.one_by_one import numbers_kept, only, refuse_updates_at_once
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.gradients import norm_dtype, norm_of_kept, norm_of_one
@@ -146,10 +147,48 @@ class UpdatesInBackward:
             del total, gradient
             try:
                 norm_of_one(cast(Tensor, parameter.grad), step.place(owner, parameter))
-                update_alone(owner, parameter)
+                fetched = step.fetched.get(id(parameter))
+                if fetched is not None and isinstance(owner, StatesOnHost):
+                    end(fetched)
+                    update_alone(owner, parameter, update=type(owner)._updates)
+                else:
+                    update_alone(owner, parameter)
             finally:
                 parameter.grad = None
         step.updated.add(id(parameter))
+
+    def fetch_states(self, parameter: Tensor) -> None:
+        """Begin to copy the states of a parameter to the device, if they are on the host."""
+        owner = self._owner(parameter)
+        if isinstance(owner, StatesOnHost):
+            begin_in(owner, [parameter], self._steps[owner].fetched.setdefault(id(parameter), []))
+
+    def store_states(self, parameter: Tensor) -> None:
+        """Begin to copy them back to the host, or let them go where the parameter was not updated."""
+        owner = self._owner(parameter)
+        if isinstance(owner, StatesOnHost):
+            step = self._steps[owner]
+            drop(step.fetched.pop(id(parameter), []))
+            begin_out(owner, [parameter], step.stored.setdefault(id(parameter), []))
+
+    def wait_states(self, parameter: Tensor) -> None:
+        """Wait for that, and free their memory on the device."""
+        owner = self._owner(parameter)
+        if isinstance(owner, StatesOnHost):
+            end(self._steps[owner].stored.pop(id(parameter), []))
+
+    def end_copies(self) -> None:
+        """Wait for all copies of states that have begun."""
+        for owner, step in self._steps.items():
+            if step.fetched:  # backward failed, maybe in the middle of an update
+                leaving: list[Copy] = []
+                for fetched in step.fetched.values():
+                    drop(fetched)
+                step.fetched.clear()
+                begin_out(owner, [p for p in owner.state if isinstance(p, Tensor)], leaving)
+                end(leaving)
+            while step.stored:
+                end(step.stored.popitem()[1])
 
     def norm(self, optimizer: Optimizer, data_parallel: DataParallel | None) -> Tensor:
         """Return the norm of the gradients of an optimizer in this step. A collective if parameters are sharded."""
@@ -209,6 +248,10 @@ class _Step:
         """Parameters that were updated."""
         self.settings: Any = None
         """Those of the optimizer at the first update."""
+        self.fetched: dict[int, list[Copy]] = {}
+        """Copies of states to the device that have begun, by parameter; empty once it is updated."""
+        self.stored: dict[int, list[Copy]] = {}
+        """Those back to the host."""
         self._norms: dict[int, Tensor] = {}
         """A place for the norm of each parameter's gradient in one tensor, zero while it has none."""
 
@@ -264,11 +307,17 @@ def _settings(optimizer: Optimizer) -> list[Any]:
     ]
 
 
-def update_alone(optimizer: Optimizer, parameter: Tensor) -> None:
-    """Take the optimizer's step with one parameter, without the hooks of whole steps."""
+def update_alone(optimizer: Optimizer, parameter: Tensor, update: Any = None) -> None:
+    """Take the optimizer's step with one parameter, without the hooks of whole steps.
+
+    Args:
+        optimizer: Of any class.
+        parameter: One of its.
+        update: The step; None: that of its class.
+    """
     kind = type(optimizer)
     # The class hooks its step when its first instance is made.
-    update: Any = getattr(kind.step, "__wrapped__", kind.step)
+    update = update or getattr(kind.step, "__wrapped__", kind.step)
     with numbers_kept(optimizer), only(optimizer, [parameter]):
         update(optimizer)
 

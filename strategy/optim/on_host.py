@@ -77,22 +77,22 @@ class StatesOnHost(Optimizer):
         return loss
 
     def _update_pieces(self, pieces: Sequence[Sequence[Tensor]]) -> None:
-        coming: list[_Copy] = []
-        ahead: list[_Copy] = []
-        leaving: list[_Copy] = []
+        coming: list[Copy] = []
+        ahead: list[Copy] = []
+        leaving: list[Copy] = []
         try:
-            _begin_in(self, pieces[0] if pieces else (), ahead)
+            begin_in(self, pieces[0] if pieces else (), ahead)
             for piece, following in zip_longest(pieces, pieces[1:], fillvalue=()):
                 coming, ahead = ahead, coming
-                _begin_in(self, following, ahead)
-                _end(coming)
+                begin_in(self, following, ahead)
+                end(coming)
                 with only(self, piece):
                     type(self)._updates(self)
-                _end(leaving)
-                _begin_out(self, piece, leaving)
+                end(leaving)
+                begin_out(self, piece, leaving)
         finally:  # also of a step that failed: memory is not to be freed while something copies
             for begun in (coming, ahead, leaving):
-                _end(begun)
+                end(begun)
 
 
 def states_on_host(optimizer: Optimizer) -> None:
@@ -110,9 +110,9 @@ def states_on_host(optimizer: Optimizer) -> None:
         instead="'none' or 'activations'",
     )
     change_class(optimizer, _class_on_host(type(optimizer)))
-    leaving: list[_Copy] = []
-    _begin_out(optimizer, [p for p in optimizer.state if isinstance(p, Tensor)], leaving)
-    _end(leaving)
+    leaving: list[Copy] = []
+    begin_out(optimizer, [p for p in optimizer.state if isinstance(p, Tensor)], leaving)
+    end(leaving)
 
 
 def class_of(optimizer: Optimizer) -> type[Optimizer]:
@@ -165,7 +165,7 @@ class _Absent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class Copy:
     """A copy that has begun."""
 
     wait: Callable[[], None]
@@ -204,13 +204,19 @@ def _state_bytes(optimizer: Optimizer, p: Tensor) -> int:
     return sum(v.nbytes for v in state.values() if isinstance(v, Tensor | _Absent))
 
 
-def _end(copies: list[_Copy]) -> None:
+def end(copies: list[Copy]) -> None:
     """Wait for copies, and forget them."""
     while copies:
         copies.pop().end()
 
 
-def _begin_in(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[_Copy]) -> None:
+def drop(copies: list[Copy]) -> None:
+    """Wait for copies, and forget what they made."""
+    while copies:
+        copies.pop().wait()
+
+
+def begin_in(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[Copy]) -> None:
     """Begin to copy the states of parameters to their device."""
     for p in piece:
         state = optimizer.state.get(p, {})
@@ -223,10 +229,10 @@ def _begin_in(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[_Copy])
             wait = _at_once
             if lease is not None:
                 wait = host_of(p.device).engine.begin(lease, _bytes_of(made), "in")
-            begun.append(_Copy(wait, state, key, made))
+            begun.append(Copy(wait, state, key, made))
 
 
-def _begin_out(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[_Copy]) -> None:
+def begin_out(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[Copy]) -> None:
     """Begin to copy the states of parameters to the host."""
     for p in piece:
         state = optimizer.state.get(p, {})
@@ -235,12 +241,12 @@ def _begin_out(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[_Copy]
                 continue
             if isinstance(value, FakeTensor):
                 absent = _Absent(value.shape, value.stride(), value.dtype)
-                begun.append(_Copy(_at_once, state, key, absent))
+                begun.append(Copy(_at_once, state, key, absent))
                 continue
             host = host_of(p.device)
             kept = _in_buffer(value, host)
             wait = host.engine.begin(_bytes_of(value), _leases[kept], "out")
-            begun.append(_Copy(wait, state, key, kept))
+            begun.append(Copy(wait, state, key, kept))
 
 
 def _goes_out(value: Any) -> bool:

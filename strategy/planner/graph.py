@@ -173,6 +173,8 @@ class UpdateMemory:
     """Peak of the bytes that it allocates, beside the optimizer's states."""
     moved_bytes: int = 0
     """Bytes that its kernels read and write."""
+    states_bytes: int = 0
+    """Bytes of the optimizer's states that are on the host, and on the device for the update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

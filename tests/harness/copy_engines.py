@@ -51,7 +51,6 @@ class ShuffledEngine:
                 time.sleep(source.numel() / self.bytes_per_s)
             with torch.inference_mode():  # the thread that waits may be in it
                 target.copy_(source)
-            ended.set()
 
         with self._lock:
             self._waiting.append((ended, copy))
@@ -74,8 +73,10 @@ class ShuffledEngine:
         with self._lock:
             if not self._waiting:
                 return
-            _, copy = self._waiting.pop(self._draw.randrange(len(self._waiting)))
+            ended, copy = self._waiting.pop(self._draw.randrange(len(self._waiting)))
         copy()
+        del copy  # who waits may count what is still held
+        ended.set()
 
 
 class PoisonedBuffers(HostBuffers):

@@ -96,7 +96,7 @@ class LastResort:
             update_allocations=away.update_allocations,
             updates=away.updates,
         )
-        return replace(first, memory=memory)
+        return first.with_memory(memory)
 
     def _memory_without_states(self) -> StepMemory | None:
         """Return what a step holds besides with its states on the host; None: there are none, or they cannot be."""

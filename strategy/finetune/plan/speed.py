@@ -37,13 +37,11 @@ def waits_us(made: RunPlan) -> float:
 
 
 def states_us(made: RunPlan) -> float:
-    """Return the microseconds per micro-batch of copying an optimizer's states in and out once per step."""
-    if not made.call.memory.host_bytes:
+    """Return the microseconds per micro-batch of copying an optimizer's states in and out once after backward."""
+    memory = made.call.memory
+    if not memory.host_bytes or memory.updates:  # those in backward are on the timeline of the step
         return 0.0
-    one_way_us = CopyRates.of(made.device).us(made.call.memory.host_bytes)
-    # In backward those of a weight go in, are updated, and go out before the next one's.
-    ways = 2 if made.call.memory.updates else 1 / made.device.sustained.states
-    return ways * one_way_us / made.num_micro_batches
+    return CopyRates.of(made.device).states_us(memory.host_bytes) / made.num_micro_batches
 
 
 def tokens_of(made: RunPlan) -> int:

@@ -48,7 +48,7 @@ class BudgetLeft:
         self._room = room
         self._position = self._blocked_until = self._blocked_bytes = 0
         if room is not None:
-            left = np.array(list(_left_at(room, symbols)), dtype=np.int64)
+            left = np.array(list(left_at(room, symbols)), dtype=np.int64)
             self._left = left
             self._for_others = np.where(left >= 3 * for_others_bytes, for_others_bytes, 0)
 
@@ -85,7 +85,7 @@ class BudgetLeft:
             self._left[self._position : end] -= nbytes
 
 
-def _left_at(room: Room, symbols: Sequence[BoundSymbol]) -> Iterator[int]:
+def left_at(room: Room, symbols: Sequence[BoundSymbol]) -> Iterator[int]:
     """Yield the bytes left at each symbol; one that is not listed has what the one before it has."""
     known = room.left_bytes
     here = next((known[o.name] for b in symbols for o in b.flat_proxy_outs if o.name in known), 0)

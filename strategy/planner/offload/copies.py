@@ -25,11 +25,18 @@ LEAST_BYTES = 2**17
 COPY_OUT, WAIT_OUT, COPY_IN, WAIT_IN = "copy_out", "wait_copy_out", "copy_in", "wait_copy_in"
 """Names of the four operations in traces and programs."""
 _COPIES = frozenset((COPY_OUT, WAIT_OUT, COPY_IN, WAIT_IN))
+FETCH_STATES, STORE_STATES, WAIT_STATES = "fetch_states", "store_states", "wait_states"
+"""Names of those that copy an optimizer's states, in a backward that updates weights."""
 
 
 def is_copy(op: Op) -> bool:
     """Tell whether an operation begins a copy to or from the host, or waits for one."""
     return op.symbol in _COPIES
+
+
+def is_copy_of_states(op: Op) -> bool:
+    """Tell whether an operation copies an optimizer's states, or waits for that."""
+    return op.symbol in (FETCH_STATES, STORE_STATES, WAIT_STATES)
 
 
 def with_copies(program: Program, storages: Collection[int]) -> Program:

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thunder_memsave.planner.graph import FETCH, Device, Program
-from thunder_memsave.planner.offload.copies import COPY_IN, COPY_OUT, WAIT_IN, WAIT_OUT, is_copy
+from thunder_memsave.planner.offload.copies import (
+    COPY_IN,
+    COPY_OUT,
+    FETCH_STATES,
+    STORE_STATES,
+    WAIT_IN,
+    WAIT_OUT,
+    WAIT_STATES,
+    is_copy,
+)
 
 Lane = Literal["compute", "out", "in"]
 
@@ -23,15 +32,25 @@ class CopyRates:
 
     bytes_per_s: float
     copy_us: float
+    states: float = 1.0
+    """The part of the bandwidth at which an optimizer's states are copied, both ways at once."""
 
     @classmethod
     def of(cls, device: Device) -> CopyRates:
         """Return the rates in the device's row of the table."""
-        return cls(bytes_per_s=device.host_bytes_per_s, copy_us=device.copy_us)
+        return cls(
+            bytes_per_s=device.host_bytes_per_s,
+            copy_us=device.copy_us,
+            states=device.sustained.states,
+        )
 
     def us(self, nbytes: int) -> float:
         """Return the microseconds of one copy."""
         return self.copy_us + nbytes / self.bytes_per_s * 1e6
+
+    def states_us(self, nbytes: int) -> float:
+        """Return the microseconds of copying states one way, beside those that go the other way."""
+        return self.copy_us + nbytes / (self.states * self.bytes_per_s) * 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +79,7 @@ class StepTime:
     host_peak_bytes: int
     """Most bytes in host buffers at once."""
     offloaded_bytes: int
-    """Bytes that are copied out."""
+    """Bytes of activations that are copied out."""
 
 
 def step_time(program: Program, costs_us: Sequence[float], rates: CopyRates) -> StepTime:
@@ -73,15 +92,23 @@ def step_time(program: Program, costs_us: Sequence[float], rates: CopyRates) -> 
     """
     run = _Run(rates)
     fetched: set[str] = set()
+    states: set[str] = set()
     for step, cost_us in zip(program.steps, costs_us, strict=True):
         run.starts_us.append(run.now_us)
         op = step.op
         if op.symbol == FETCH:
             run.begin("in", op.results[0], op.copied_bytes)
             fetched.add(op.results[0])
-        elif op.arguments and op.arguments[0] in fetched:
+        elif op.symbol == FETCH_STATES:
+            run.begin_states("in", op.results[0], op.copied_bytes)
+            states.add(op.results[0])
+        elif op.symbol == STORE_STATES:
+            run.begin_states("out", op.results[0], op.copied_bytes)
+        elif op.symbol == WAIT_STATES or (op.arguments and op.arguments[0] in fetched):
             run.wait(op.arguments[0], is_back=False)
         elif not is_copy(op):
+            for name in states.intersection(op.arguments):  # an update, with its states
+                run.wait(name, is_back=False)
             run.now_us += cost_us
             run.computed_us += cost_us
         elif op.symbol in (COPY_OUT, COPY_IN):
@@ -95,7 +122,7 @@ def step_time(program: Program, costs_us: Sequence[float], rates: CopyRates) -> 
         starts_us=tuple(run.starts_us),
         copies=tuple(run.copies.values()),
         host_peak_bytes=run.host_peak_bytes,
-        offloaded_bytes=sum(c.nbytes for c in run.copies.values() if c.lane == "out"),
+        offloaded_bytes=run.offloaded_bytes,
     )
 
 
@@ -110,17 +137,25 @@ class _Run:
         self.starts_us: list[float] = []
         self.copies: dict[str, Span] = {}
         """By the name of what the copy makes."""
-        self.host_peak_bytes = 0
+        self.host_peak_bytes = self.offloaded_bytes = 0
 
     def begin(self, lane: Lane, name: str, nbytes: int) -> None:
+        self._begin(lane, name, nbytes, self._rates.us(nbytes))
+        if lane == "out":
+            self.offloaded_bytes += nbytes
+            self._host_bytes += nbytes
+            self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
+
+    def begin_states(self, lane: Lane, name: str, nbytes: int) -> None:
+        """Begin to copy states, whose place on the host is theirs between steps too."""
+        self._begin(lane, name, nbytes, self._rates.states_us(nbytes))
+
+    def _begin(self, lane: Lane, name: str, nbytes: int, us: float) -> None:
         start_us = max(self.now_us, self._free_us[lane])
-        end_us = self._free_us[lane] = start_us + self._rates.us(nbytes)
+        end_us = self._free_us[lane] = start_us + us
         self.copies[name] = Span(
             lane=lane, name=name, nbytes=nbytes, start_us=start_us, end_us=end_us
         )
-        if lane == "out":
-            self._host_bytes += nbytes
-            self.host_peak_bytes = max(self.host_peak_bytes, self._host_bytes)
 
     def wait(self, name: str, *, is_back: bool) -> None:
         self.now_us = max(self.now_us, self.copies[name].end_us)

@@ -46,7 +46,7 @@ def states_shown(memory: StepMemory, device: Device | None = None) -> list[str]:
         return []
     text = f"on the host: {in_units(memory.host_bytes)} of optimizer states, for each process"
     if device is not None and device.name != "cpu":
-        seconds = CopyRates.of(device).us(memory.host_bytes) / 1e6
+        seconds = CopyRates.of(device).states_us(memory.host_bytes) / 1e6
         text += f"; to copy them in and out takes about {seconds:.2g} s of each optimizer step"
     return [text]
 

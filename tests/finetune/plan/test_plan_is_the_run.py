@@ -101,12 +101,14 @@ def test_a_peak_of_the_update_names_what_lowers_it(
     assert ("A smaller train.micro_batch_size" in line) is is_asked
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
 def test_states_that_go_to_the_host_where_nothing_fits_without(
-    one_layer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_backward: bool, one_layer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_host, "PIECE_BYTES", 50_000)
-    train = {**TWICE, "max_grad_norm": 1.0}
-    file = written(tmp_path, one_layer, train=train, lora=None)
+    train = {**ONCE, "max_grad_norm": None} if in_backward else {**TWICE, "max_grad_norm": 1.0}
+    memory = {"optimizer_in_backward": in_backward}
+    file = written(tmp_path, one_layer, train=train, lora=None, memory=memory)
     report = tmp_path / "smallest.json"
     asked = ["plan", file, "--device=cpu", f"--json={report}", "--memory.budget=1KiB"]
     assert main(asked) == DOES_NOT_FIT

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from harness.training_graphs import chain
-from thunder_memsave.planner.offload.copies import is_copy, with_copies
+from thunder_memsave.planner.graph import Op, Step
+from thunder_memsave.planner.offload.copies import (
+    FETCH_STATES,
+    STORE_STATES,
+    WAIT_STATES,
+    is_copy,
+    with_copies,
+)
 from thunder_memsave.planner.offload.engines import CopyRates, step_time
 from thunder_memsave.planner.order import order
 
@@ -37,6 +45,49 @@ def test_a_copy_runs_beside_what_computes_and_a_wait_stands_still_for_the_rest()
     assert round(found.exposed_us, 9) == 0.6 + 1.0
     assert round(found.us, 9) == 4.8, "eight operations, and what is exposed"
     assert (found.host_peak_bytes, found.offloaded_bytes) == (100, 100)
+
+
+def test_states_come_before_their_update_and_leave_after_it() -> None:
+    """Each way at half the rate, as both ways run at once."""
+    program = order(chain(3))
+    begin, end = program.steps[:-2], program.steps[-2:]
+    steps = (
+        *begin,
+        _of_states(FETCH_STATES, (), ("s",), 100),
+        end[0],
+        _of_states("update_parameter", ("g", "s"), (), 0),
+        _of_states(STORE_STATES, ("s",), ("o",), 100),
+        end[1],
+        _of_states(WAIT_STATES, ("o",), (), 0),
+    )
+    costs = [
+        0.0 if s.op.symbol in (FETCH_STATES, STORE_STATES, WAIT_STATES) else 0.5 for s in steps
+    ]
+    rates = replace(RATES, states=0.5)
+    found = step_time(replace(program, steps=steps), costs, rates)
+    start = 0.5 * len(begin)
+    fetch, store = found.copies
+    assert (fetch.lane, fetch.start_us, fetch.end_us) == ("in", start, start + 2)
+    assert (store.lane, store.start_us, store.end_us) == ("out", start + 2.5, start + 4.5)
+    assert found.us == start + 4.5
+    assert found.exposed_us == 1.5 + 1.5  # half a microsecond of each copy is hidden
+    assert (found.host_peak_bytes, found.offloaded_bytes) == (0, 0)
+
+
+def _of_states(
+    symbol: str, arguments: tuple[str, ...], results: tuple[str, ...], nbytes: int
+) -> Step:
+    op = Op(
+        symbol=symbol,
+        index=-1,
+        arguments=arguments,
+        results=results,
+        reads=(),
+        makes=(),
+        peak_bytes=0,
+        copied_bytes=nbytes,
+    )
+    return Step(op=op, makes=(), frees=())
 
 
 def test_copies_in_one_direction_follow_each_other_and_both_directions_run_at_once() -> None:
