@@ -16,6 +16,7 @@ from thunder_memsave.planner.actions import Action, Actions
 from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.search.mixes import OffloadTerms
 
+_BOUND = "bytes"
 _FORMAT = 5
 """Version of the file format, part of the key: files of another version are never read."""
 
@@ -85,6 +86,23 @@ def smaller_budgets(key: str, budget_bytes: int, *, directory: Path | None = Non
     """Return the budgets up to this one that have plans, the largest first; arguments as for `remember_budget`."""
     budgets = map(int, _budgets(key, directory).keys())
     return sorted((b for b in budgets if b <= budget_bytes), reverse=True)
+
+
+def remember_bound(key: str, bound_bytes: int, *, directory: Path | None = None) -> None:
+    """Record that no plan is below a peak; arguments as for `remember_budget`."""
+    if bound_bytes > known_bound(key, directory=directory):
+        table = _bounds(key, directory)
+        table.put(_BOUND, bound_bytes)
+        table.save()
+
+
+def known_bound(key: str, *, directory: Path | None = None) -> int:
+    """Return a peak below which there is no plan, 0 if none is known; arguments as for `remember_budget`."""
+    return int(_bounds(key, directory).get(_BOUND) or 0)
+
+
+def _bounds(key: str, directory: Path | None) -> DiskTable:
+    return DiskTable("plans/bounds", key, directory=directory)
 
 
 def _budgets(key: str, directory: Path | None) -> DiskTable:

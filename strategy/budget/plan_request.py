@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 from thunder_memsave.budget.plan_cache import (
     cache_plan,
     cached_plan,
+    known_bound,
     plan_key,
+    remember_bound,
     remember_budget,
     smaller_budgets,
 )
@@ -119,16 +121,22 @@ class Question:
         return free.predicted_peak_bytes > target_bytes
 
     def _known(self, target_bytes: int, is_corrected: bool) -> Offer | None:
-        """Return a cached plan; for a corrected target below the smallest cached plan, that plan."""
+        """Return a cached plan; the smallest for a target below all plans, or for a corrected one below that."""
         if target_bytes == SMALLEST:
             return None
         for key in (self._key(target_bytes), self._filled_key(target_bytes)):
             if (plan := cached_plan(key)) is not None:
                 return Offer(plan=plan)
-        smallest = cached_plan(self._key(SMALLEST)) if is_corrected else None
+        smallest = cached_plan(self._key(SMALLEST))
         if smallest is None or target_bytes >= smallest.predicted_peak_bytes:
             return None
-        return Offer(plan=smallest, is_smallest=True)
+        if is_corrected:
+            return Offer(plan=smallest, is_smallest=True)
+        bound_bytes = known_bound(self._key(None))
+        if target_bytes >= bound_bytes:
+            return None
+        offer = Offer(plan=smallest, is_smallest=True, bound_bytes=bound_bytes)
+        return self._narrowed(target_bytes, offer)
 
     def _searched(self, target_bytes: int) -> Offer:
         try:
@@ -183,6 +191,7 @@ class Question:
             found = known
         else:
             cache_plan(self._key(SMALLEST), found)
+        remember_bound(self._key(None), bound_bytes)
         return Offer(plan=found, is_smallest=True, bound_bytes=bound_bytes)
 
     def _run_key(self, peak_bytes: int | None) -> str:

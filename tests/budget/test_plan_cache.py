@@ -13,7 +13,9 @@ from thunder_memsave.budget import plan_cache
 from thunder_memsave.budget.plan_cache import (
     cache_plan,
     cached_plan,
+    known_bound,
     plan_key,
+    remember_bound,
     remember_budget,
     smaller_budgets,
 )
@@ -130,3 +132,11 @@ def test_budgets_of_the_same_question_are_found_again(tmp_path: Path) -> None:
     remember_budget(key(budget_bytes=None, costs_us=(0.7,)), 150, directory=tmp_path)
     found = smaller_budgets(key(budget_bytes=None), 200, directory=tmp_path)
     assert found == [200, 100]
+
+
+def test_the_largest_bound_of_a_question_is_found_again(tmp_path: Path) -> None:
+    assert known_bound("key", directory=tmp_path) == 0
+    for bound_bytes in (70, 75, 60):
+        remember_bound("key", bound_bytes, directory=tmp_path)
+    assert known_bound("key", directory=tmp_path) == 75
+    assert known_bound("another", directory=tmp_path) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -86,3 +87,28 @@ def test_a_plan_that_ran_is_taken_where_none_is_found_but_not_for_the_smallest(
     assert (offer.plan.actions, offer.is_smallest, offer.plan.lower_bound_us) == (FAST, False, 0.0)
     smallest = question.answer(SMALLEST, budget_bytes=100)
     assert (smallest.plan.actions, smallest.is_smallest) == (SLOW, True)
+
+
+def test_what_no_plan_fits_is_solved_once(
+    question: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solved = []
+
+    def none_below_75() -> Plan:
+        solved.append(1)
+        raise BudgetError.no_plan(
+            budget_bytes=70,
+            smallest_bytes=80,
+            bound_bytes=75,
+            smallest_plan=replace(plan(SLOW, 90.0), predicted_peak_bytes=80),
+        )
+
+    solves(monkeypatch, none_below_75)
+    question = replace(question, costs_us=(20.0, 30.0, 2.0))  # which no other test has asked
+    first, *others = [question.answer(target, budget_bytes=target) for target in (70, 70, 74)]
+    assert len(solved) == 1
+    assert (first.is_smallest, first.bound_bytes, first.plan.actions) == (True, 75, SLOW)
+    found = [(o.is_smallest, o.bound_bytes, o.plan.actions) for o in others]
+    assert found == [(True, 75, SLOW)] * 2
+    question.answer(75, budget_bytes=75)
+    assert len(solved) == 2  # a plan of 75 is not ruled out

@@ -231,11 +231,22 @@ def is_host(device: Device) -> bool:
 
 
 def least_bytes(attempt: Attempt) -> int:
-    """Return a lower bound on any plan's peak: weights, gradients, and what else is there while they are updated."""
+    """Return a lower bound on any plan's peak: weights, gradients, and what else is there while they are updated.
+
+    One that is updated in backward is there with its gradient and its states.
+    """
     memory, storages = attempt.memory, attempt.graph.storages
     weights = sum(s.nbytes for s in storages if s.kind in ("parameter", "buffer"))
     gradients = sum(s.nbytes for s in storages if s.kind == "gradient")
-    return memory.other_bytes + _at_update(memory, weights=weights, gradients=gradients)
+    in_backward = (
+        storages[attempt.graph.storage_of[name]].nbytes + update.states_bytes + update.peak_bytes
+        for name, update in attempt.updated.items()
+    )
+    at_update = max(
+        _at_update(memory, weights=weights, gradients=gradients),
+        weights + memory.optimizer_bytes + max(in_backward, default=0),
+    )
+    return memory.other_bytes + at_update
 
 
 def _at_update(memory: StepMemory, *, weights: int, gradients: int) -> int:

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.budget.offload.last_resort import LastResort, States
+from thunder_memsave.budget.offload.last_resort import LastResort, States, least_bytes
 from thunder_memsave.budget.offload.terms import offload_terms
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Attempt, PlannedCall
@@ -115,8 +115,10 @@ class RunPlanner(MemoryPlanner):
             tiled = first.in_way(Way(is_tiled=True))
             other = None if tiled is None else self._question(tiled, None)
             asked += [] if other is None else [other.narrowed or other]
-        found = [each.smallest_bytes(time_limit_s=self._smallest_s) for each in asked]
-        return min(self.call.profile.peak_bytes, *found)
+        found = min(each.smallest_bytes(time_limit_s=self._smallest_s) for each in asked)
+        if first is not None:
+            found = max(found, least_bytes(first.with_memory(self.call.memory)))
+        return min(self.call.profile.peak_bytes, found)
 
     def curve(self, smallest_bytes: int) -> tuple[tuple[int, float], ...]:
         """Return a lower bound of each budget's cost, from the smallest budget on."""
