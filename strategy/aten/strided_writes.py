@@ -30,14 +30,44 @@ def write_in_memory_order(graph: fx.Graph) -> None:
     """Let the functional forms of a graph's writes keep the strides of what is written to."""
     for node in list(graph.nodes):
         target, operand = node.target, node.args[0] if node.args else None
+        if isinstance(target, OpOverload) and isinstance(operand, list | tuple):
+            _refuse_views(target, operand)
         if not (isinstance(target, OpOverload) and isinstance(operand, fx.Node)):
             continue
         value = operand.meta.get("val")
-        if not (target._schema.is_mutable and isinstance(value, Tensor)):
+        if not (_writes_numbers(target) and isinstance(value, Tensor)):
             continue
+        _refuse_repeated_memory(target, value)
         order = _order_in_memory(value)
         if order is not None and _rewritten(node, target, value, order):
             node.replace_all_uses_with(operand)
+
+
+def _writes_numbers(target: OpOverload) -> bool:
+    """Tell whether an operator writes to its first argument; some change but its shape, such as `unsqueeze_`."""
+    first = target._schema.arguments[0] if target._schema.arguments else None
+    info = None if first is None else first.alias_info
+    return bool(info and info.is_write) and torch.Tag.inplace_view not in target.tags
+
+
+def _refuse_views(target: OpOverload, operands: Sequence[Any]) -> None:
+    """Refuse to write to views by a `_foreach_` operator: traced, PyTorch's gradient is that without the write."""
+    targets = (o.target for o in operands if isinstance(o, fx.Node))
+    if _writes_numbers(target) and any(isinstance(t, OpOverload) and t.is_view for t in targets):
+        name = target._schema.name.removeprefix("aten::")
+        raise RuntimeError(
+            f"{name} writes to a view, and its gradient would be lost; write to each tensor by itself"
+        )
+
+
+def _refuse_repeated_memory(target: OpOverload, value: Tensor) -> None:
+    """Refuse a write to memory that a tensor has several times: functionalization adds up what is written there."""
+    pairs = zip(value.shape, value.stride(), strict=True)
+    if value.numel() and any(size > 1 and stride == 0 for size, stride in pairs):
+        name = target._schema.name.removeprefix("aten::")
+        raise RuntimeError(
+            f"{name} writes to a view by expand, whose elements share memory; write to what it is of"
+        )
 
 
 def _rewritten(node: fx.Node, target: OpOverload, value: Tensor, order: list[int]) -> bool:
@@ -83,7 +113,14 @@ def _functional(target: OpOverload) -> OpOverload | None:
     """Return the operator that gives as a new tensor what another one writes; None: there is none of its name."""
     packet = getattr(_aten, target._schema.name.removeprefix("aten::").removesuffix("_"), None)
     found = getattr(packet, target._overloadname, None)
-    return found if isinstance(found, OpOverload) and not found._schema.is_mutable else None
+    if not isinstance(found, OpOverload) or found._schema.is_mutable:
+        return None
+    return found if _types(found) == _types(target) else None
+
+
+def _types(target: OpOverload) -> list[str]:
+    """Return the types of an operator's arguments: `pow.Scalar` has a number where `pow_.Scalar` has a tensor."""
+    return [str(argument.type) for argument in target._schema.arguments]
 
 
 def _keeps_strides(functional: OpOverload, node: fx.Node, value: Tensor) -> bool:

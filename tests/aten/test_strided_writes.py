@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.errors import CompileError
 
 
 class Dropped(nn.Module):
@@ -78,6 +79,8 @@ WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "cumsum_": lambda v, x: v.cumsum_(1),
     "renorm_": lambda v, x: v.renorm_(2, 0, 1.0),
     "mul_": lambda v, x: v.mul_(x),
+    "pow_": lambda v, x: v.pow_(2.0),
+    "unsqueeze_ and squeeze_": lambda v, x: v.unsqueeze_(0).squeeze_(0),
     "copy_": lambda v, x: v.copy_(x),
 }
 
@@ -99,6 +102,30 @@ class Written(nn.Module):
 def test_writes_keep_strides(write: Callable[[Tensor, Tensor], object]) -> None:
     torch.manual_seed(0)
     assert_eagers(Written(write), torch.randn(2, 5, 8))
+
+
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "fill_ writes to a view by expand": lambda y: y.new_zeros(8).expand(3, 8).fill_(2.0),
+    "_foreach_mul_ writes to a view": lambda y: torch._foreach_mul_([y.transpose(0, 1)], 2.0),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_writes_that_would_be_wrong_are_refused(message: str) -> None:
+    """PyTorch's functionalization adds up what is written, and its traced gradient leaves the write out."""
+
+    class Refused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.linear(x)
+            REFUSED[message](y)
+            return y
+
+    with pytest.raises(CompileError, match=message):
+        CompiledModule(Refused())(torch.randn(2, 5, 8))
 
 
 def assert_eagers(model: nn.Module, x: Tensor) -> None:
