@@ -25,6 +25,7 @@ from gpu.models import (
     with_lora,
 )
 from gpu.plans import ENVIRONMENT
+from thunder_memsave.compiler import split
 from thunder_memsave.finetune.process.deterministic import unfilled_choice
 from thunder_memsave.materialize import host_weights
 from thunder_memsave.ops.host_copies.engine import host_of
@@ -77,6 +78,25 @@ def optimizer_states(target: Target) -> Measured:
     line = f"device {_shown(device)}; host {_shown(host)}"
     _require_predicted(target, host, line)
     return Measured(line=line, numbers={"device": device.numbers, "host": host.numbers})
+
+
+@unfilled_choice()
+def states_beside_backward(target: Target) -> Measured:
+    """Take the same steps with updates in backward: states on the device, on the host, and there without overlap."""
+    keep: dict[str, Any] = {"policy": "keep_all", "optimizer_in_backward": True}
+    away = {**keep, "offload": "optimizer", **_host(target)}
+    device, host = _run(target, keep), _run(target, away)
+    with patch.object(split, "copy_states", lambda backward, room: backward):
+        alone = _run(target, away)
+    for each in (host, alone):
+        _require_same_bits(device, each)
+    line = (
+        f"device {_shown(device)}; host {_shown(host)}; one weight after the other {_shown(alone)}"
+    )
+    for each in (device, host, alone):
+        _require_predicted(target, each, line)
+    numbers = {"device": device.numbers, "host": host.numbers, "alone": alone.numbers}
+    return Measured(line=line, numbers=numbers)
 
 
 @unfilled_choice()
@@ -173,6 +193,7 @@ def _require_predicted(target: Target, run: _Run, line: str) -> None:
 
 _RUNS = {
     "optimizer states": optimizer_states,
+    "optimizer states in backward": states_beside_backward,
     "activations": activations,
     "frozen weights": frozen_weights,
 }
