@@ -90,8 +90,8 @@ def smaller_budgets(key: str, budget_bytes: int, *, directory: Path | None = Non
 
 def remember_bound(key: str, bound_bytes: int, *, directory: Path | None = None) -> None:
     """Record that no plan is below a peak; arguments as for `remember_budget`."""
-    if bound_bytes > known_bound(key, directory=directory):
-        table = _bounds(key, directory)
+    table = _bounds(key, directory)
+    if bound_bytes > (table.get(_BOUND) or 0):
         table.put(_BOUND, bound_bytes)
         table.save()
 

@@ -127,14 +127,14 @@ class Question:
         for key in (self._key(target_bytes), self._filled_key(target_bytes)):
             if (plan := cached_plan(key)) is not None:
                 return Offer(plan=plan)
+        bound_bytes = None if is_corrected else known_bound(self._key(None))
+        if bound_bytes is not None and target_bytes >= bound_bytes:
+            return None
         smallest = cached_plan(self._key(SMALLEST))
         if smallest is None or target_bytes >= smallest.predicted_peak_bytes:
             return None
         if is_corrected:
             return Offer(plan=smallest, is_smallest=True)
-        bound_bytes = known_bound(self._key(None))
-        if target_bytes >= bound_bytes:
-            return None
         offer = Offer(plan=smallest, is_smallest=True, bound_bytes=bound_bytes)
         return self._narrowed(target_bytes, offer)
 

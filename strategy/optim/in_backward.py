@@ -21,7 +21,15 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.ops.added_gradients import lies_alike
 from thunder_memsave.optim.muon import MuonByRows
-from thunder_memsave.optim.on_host import Copy, StatesOnHost, begin_in, begin_out, drop, end
+from thunder_memsave.optim.on_host import (
+    Copy,
+    StatesOnHost,
+    begin_in,
+    begin_out,
+    drop,
+    end,
+    move_out,
+)
 from thunder_memsave.optim.one_by_one import numbers_kept, only, refuse_updates_at_once
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.gradients import norm_dtype, norm_of_kept, norm_of_one
@@ -181,12 +189,10 @@ class UpdatesInBackward:
         """Wait for all copies of states that have begun."""
         for owner, step in self._steps.items():
             if step.fetched:  # backward failed, maybe in the middle of an update
-                leaving: list[Copy] = []
                 for fetched in step.fetched.values():
                     drop(fetched)
                 step.fetched.clear()
-                begin_out(owner, [p for p in owner.state if isinstance(p, Tensor)], leaving)
-                end(leaving)
+                move_out(owner)
             while step.stored:
                 end(step.stored.popitem()[1])
 

@@ -110,6 +110,11 @@ def states_on_host(optimizer: Optimizer) -> None:
         instead="'none' or 'activations'",
     )
     change_class(optimizer, _class_on_host(type(optimizer)))
+    move_out(optimizer)
+
+
+def move_out(optimizer: Optimizer) -> None:
+    """Copy all states to the host that are not there, and wait for it."""
     leaving: list[Copy] = []
     begin_out(optimizer, [p for p in optimizer.state if isinstance(p, Tensor)], leaving)
     end(leaving)

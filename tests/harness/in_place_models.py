@@ -98,9 +98,8 @@ class Counted(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
         for linear in self.linears:
-            h = linear(
-                (x + self.seen).sin()
-            )  # no gradient needs the buffer, which is written to next
+            # No gradient needs the buffer, which is written to next.
+            h = linear((x + self.seen).sin())
             self.seen.add_(1.0)
             h.clamp_(-1.0, 1.0).mul_(x.sigmoid())
             x = F.dropout(self.norm(h), 0.1, inplace=True)

@@ -13,10 +13,8 @@ the weight, nothing is written, and the memory is freed at once.
 
 from __future__ import annotations
 
-from thunder.core import devices, dtypes, prims
-from thunder.core.proxies import TensorProxy
+from thunder.core import prims
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
@@ -25,17 +23,6 @@ from thunder_memsave.planner.offload.copies import FETCH_STATES, STORE_STATES, W
 
 _executor = OperatorExecutor("thunder_memsave_host_states", version="0")
 register_executor(_executor)
-
-
-def memory_proxy(name: str, nbytes: int, place: str) -> TensorProxy:
-    """Make the proxy that stands for the memory of states, or for a copy of them to the host, which has none."""
-    return TensorProxy(
-        name,
-        shape=(nbytes,),
-        device=devices.to_device(place),
-        dtype=dtypes.uint8,
-        requires_grad=False,
-    )
 
 
 def _fetch(name: str, nbytes: int, place: str) -> None:
@@ -78,8 +65,3 @@ wait_states = _executor.register_operator(WAIT_STATES, meta=_refuse, fn=_wait, t
 def waits_for_states(bsym: BoundSymbol) -> bool:
     """Return whether a symbol waits for the copies of states to the host."""
     return bool(bsym.sym.id == wait_states.id)
-
-
-def copies_states(trace: TraceCtx) -> bool:
-    """Return whether a backward copies states beside what it computes."""
-    return any(bsym.sym.id == fetch_states.id for bsym in trace.bound_symbols)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from thunder.core.symbol import BoundSymbol
 
 _UNLIMITED = 2**62
@@ -48,8 +49,7 @@ class BudgetLeft:
         self._room = room
         self._position = self._blocked_until = self._blocked_bytes = 0
         if room is not None:
-            left = np.array(list(left_at(room, symbols)), dtype=np.int64)
-            self._left = left
+            self._left = left = left_at(room, symbols)
             self._for_others = np.where(left >= 3 * for_others_bytes, for_others_bytes, 0)
 
     def start_bytes(self, future: str, default: int) -> int:
@@ -85,8 +85,12 @@ class BudgetLeft:
             self._left[self._position : end] -= nbytes
 
 
-def left_at(room: Room, symbols: Sequence[BoundSymbol]) -> Iterator[int]:
-    """Yield the bytes left at each symbol; one that is not listed has what the one before it has."""
+def left_at(room: Room, symbols: Sequence[BoundSymbol]) -> NDArray[np.int64]:
+    """Return the bytes left at each symbol; one that is not listed has what the one before it has."""
+    return np.fromiter(_left_at(room, symbols), dtype=np.int64, count=len(symbols))
+
+
+def _left_at(room: Room, symbols: Sequence[BoundSymbol]) -> Iterator[int]:
     known = room.left_bytes
     here = next((known[o.name] for b in symbols for o in b.flat_proxy_outs if o.name in known), 0)
     for bsym in symbols:

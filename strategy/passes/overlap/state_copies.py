@@ -21,17 +21,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from thunder.core import devices
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, tracectx
 
-from thunder_memsave.ops.host_copies.states import (
-    fetch_states,
-    memory_proxy,
-    store_states,
-    wait_states,
-)
+from thunder_memsave.ops.host_copies.states import fetch_states, store_states, wait_states
+from thunder_memsave.ops.host_copies.symbols import bytes_proxy
 from thunder_memsave.ops.updated_parameters import (
     update_of,
     updated_name,
@@ -64,9 +59,9 @@ def copy_states(backward: TraceCtx, room: Room | None) -> TraceCtx:
     """
     symbols = backward.bound_symbols
     updates = [
-        _Update(index, update_of(bsym).states_bytes)
+        _Update(index, nbytes)
         for index, bsym in enumerate(symbols)
-        if updates_parameter(bsym) and update_of(bsym).states_bytes
+        if updates_parameter(bsym) and (nbytes := update_of(bsym).states_bytes)
     ]
     if not updates:
         return backward
@@ -79,8 +74,8 @@ def copy_states(backward: TraceCtx, room: Room | None) -> TraceCtx:
         for number, update in enumerate(updates):
             bsym = symbols[update.at]
             name, place = updated_name(bsym), str(devices.to_torch_device(bsym.args[0].device))
-            states = memory_proxy(f"{name}_states", update.nbytes, place)
-            stored = memory_proxy(f"{name}_stored", update.nbytes, place)
+            states = bytes_proxy(f"{name}_states", update.nbytes, place)
+            stored = bytes_proxy(f"{name}_stored", update.nbytes, place)
             fetch = fetch_states.bind(name, update.nbytes, place, output=states)
             before.setdefault(places.fetch(number), []).append(fetch)
             instead[update.at] = [
@@ -106,8 +101,7 @@ class _Places:
         self._updates = updates
         self._end = len(symbols) - 1  # of what computes: the last symbol returns
         self._waited = 0
-        left = None if room is None else list(left_at(room, symbols))
-        self._left = None if left is None else np.array(left, dtype=np.int64)
+        self._left = None if room is None else left_at(room, symbols)
 
     def fetch(self, number: int) -> int:
         """Return the index of the symbol before which to fetch the states of an update."""
