@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.aten.record import once_through_memory
 from thunder_memsave.fp8.kernels import one_launch
@@ -247,12 +248,12 @@ def gemm(
     bias = None if bias is None else bias.to(out_dtype)
     if a.is_cuda:
         return cuda_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, use_fast_accum)
-    if a_scale_inv.dim() == 2:
-        return _dequantized_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
-    # Without out_dtype the product would be in fp8.
-    return torch._scaled_mm(
-        a, b.t(), scale_a=a_scale_inv, scale_b=b_scale_inv, bias=bias, out_dtype=out_dtype
-    )
+    if isinstance(
+        a, FakeTensor
+    ):  # perhaps for a device that is not here: one product, not what a CPU does
+        one = torch.empty(1, dtype=torch.float32, device=a.device)
+        return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, bias=bias, out_dtype=out_dtype)
+    return _dequantized_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
 
 
 def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
@@ -355,13 +356,19 @@ def _dequantized_gemm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiply in float32."""
+    """Multiply in float32, on any CPU with the same bits and in the same memory.
+
+    `torch._scaled_mm` has these bits where it dequantises, too. On a CPU with AMX it asks oneDNN instead
+    (aten/src/ATen/native/Blas.cpp), with which a loss in many tiles took over 10 minutes, not 4 s.
+    """
     left = partial(_dequantized_rows, a, a_scale_inv)
     right = partial(_dequantized_rows, b, b_scale_inv)
     return product_in_tiles(left, right, (a.shape[0], b.shape[0], a.shape[1]), bias, out_dtype)
 
 
 def _dequantized_rows(q: Tensor, scale_inv: Tensor, rows: slice) -> Tensor:
-    """Dequantise rows of a matrix with scales of blocks; they begin at the start of a block."""
+    """Dequantise rows of a matrix; with scales of blocks, they begin at the start of a block."""
+    if scale_inv.dim() < 2:
+        return dequantize(q[rows], scale_inv)
     height = 1 if scale_inv.shape[0] == q.shape[0] else BLOCK
     return dequantize(q[rows], scale_inv[rows.start // height : -(-rows.stop // height)])

@@ -177,9 +177,6 @@ def test_a_context_around_a_model_without_fp8_is_refused(transformer_engine: Mod
         train(context, precision="bf16-true")
 
 
-@pytest.mark.skipif(
-    torch.cpu._is_amx_tile_supported(), reason="PyTorch has another fp8 kernel here"
-)
 @pytest.mark.usefixtures("transformer_engine")
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 def test_both_backends_train_alike_with_emulated_kernels(recipe: str) -> None:
