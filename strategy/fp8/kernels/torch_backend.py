@@ -248,9 +248,7 @@ def gemm(
     bias = None if bias is None else bias.to(out_dtype)
     if a.is_cuda:
         return cuda_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype, use_fast_accum)
-    if isinstance(
-        a, FakeTensor
-    ):  # perhaps for a device that is not here: one product, not what a CPU does
+    if isinstance(a, FakeTensor):  # a plan, perhaps for a GPU that is not here: one product
         one = torch.empty(1, dtype=torch.float32, device=a.device)
         return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, bias=bias, out_dtype=out_dtype)
     return _dequantized_gemm(a, a_scale_inv, b, b_scale_inv, bias, out_dtype)
