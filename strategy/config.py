@@ -129,6 +129,11 @@ class MemoryConfig(Section):
     computes. `auto` does so only where no plan fits otherwise, and never on the CPU. One small run on a GPU has tried
     it."""
 
+    compress: Literal["none", "fp8"] = "none"
+    """`fp8` lets the plan store what activation functions read in 8 bits from forward to backward, with a scale for 128
+    elements, where that is quicker than to recompute it. The loss stays exact. Gradients are of numbers rounded by 1/16
+    of themselves at most, so they are no longer those of eager PyTorch, and depend on the budget."""
+
     offload_weights: tuple[str, ...] = ()
     """Names of modules, or patterns such as `model.layers.1?`: their large frozen weights stay in page-locked memory
     of the host, and are copied to the device for each use, beside what computes. For one process, without fp8."""
@@ -253,6 +258,7 @@ def _refuse_without_effect(memory: MemoryConfig) -> None:
         "limits": not is_planned,
         "keep": memory.policy == "keep_all",
         "recompute": memory.policy == "recompute_all",
+        "compress": not is_planned,
         "offload": not is_planned and memory.offloads_activations,
     }
     if memory.offload == "none" and not memory.offload_weights:

@@ -49,7 +49,7 @@ def _require_same_cast(
 
 
 def blocks(target: Target) -> str:
-    """Cast blocks with scales of their own, and transpose the result."""
+    """Cast blocks with scales of their own, transpose the result, and dequantise rows with one scale each."""
     require_triton(target, one_launch.why_not)
     compared = 0
     for name, x in _matrices():
@@ -64,6 +64,12 @@ def blocks(target: Target) -> str:
                     _require_same_pair(about, found, expected)
                     transposed = one_launch.transpose(found[0])
                     _require_same(f"transpose of {about}", transposed, expected[0].t())
+                    if rows == 1 and x.shape[1] <= 128:
+                        back = one_launch.dequantize_rows(*found, x.dtype)
+                        again = torch_backend.dequantize_rows(*expected, x.dtype)
+                        _require_same(f"{about}, and back", back.isnan(), again.isnan())
+                        back, again = back.nan_to_num(0.0), again.nan_to_num(0.0)  # of any bits
+                        _require_same(f"{about}, and back", back, again)
                     compared += x.numel()
     return f"{compared:,} numbers, their scales and transposes have the CPU's bits"
 

@@ -25,6 +25,7 @@ from gpu.models import (
     with_lora,
 )
 from gpu.plans import ENVIRONMENT
+from thunder_memsave.budget.ways import compressible
 from thunder_memsave.compiler import split
 from thunder_memsave.finetune.process.deterministic import unfilled_choice
 from thunder_memsave.materialize import host_weights
@@ -135,6 +136,23 @@ def frozen_weights(target: Target) -> Measured:
     return Measured(line=line, numbers={"device": device.numbers, "host": host.numbers})
 
 
+@unfilled_choice()
+def compressed(target: Target) -> Measured:
+    """Take the same steps half way between all kept and the smallest budget, recomputing and with values in fp8."""
+    run = partial(_run, target, change=with_lora)
+    with patch.object(compressible, "LEAST_BYTES", 2**20 if target.is_cuda else 1024):
+        kept = run({"policy": "keep_all"})
+        smallest = smallest_bytes(lambda n: run({"budget": n, "offload": "none"}))
+        budget = (kept.predicted_bytes + smallest) // 2
+        alone = run({"budget": budget, "offload": "none"})
+        stored = run({"budget": budget, "offload": "none", "compress": "fp8"})
+    _require_same_bits(kept, alone)
+    line = f"all kept {_shown(kept)}; half way {_shown(alone)}; in fp8 {_shown(stored)}"
+    _require_predicted(target, stored, line)
+    numbers = {"kept": kept.numbers, "recompute": alone.numbers, "fp8": stored.numbers}
+    return Measured(line=line, numbers=numbers)
+
+
 class _Run:
     """Some steps of one setting: weights after them, peak and time."""
 
@@ -195,6 +213,7 @@ _RUNS = {
     "optimizer states": optimizer_states,
     "optimizer states in backward": states_beside_backward,
     "activations": activations,
+    "activations in fp8 instead": compressed,
     "frozen weights": frozen_weights,
 }
 

@@ -4,7 +4,7 @@ In: a joint trace, what its operations take, a budget, and the steps that carry 
 room. A call comes through each file once:
 
     memory_planner.py    try plans until one fits on all ranks
-      way_search.py      whole, in tiles, in smaller ones: the ways that it tries (ways.py)
+      way_search.py      whole, in tiles, with values in fp8: the ways that it tries (ways/)
       extract.py         the trace -> a graph of what each operation takes; pins.py: what the user decides
       plan_request.py    the graph and a number of bytes -> a plan (planner/, or plan_cache.py)
       planned_call.py    the plan -> the traces that would run, by the steps

@@ -321,6 +321,7 @@ class MemoryPlanner:
             is_reserved=self._limit.is_reserved,
             device=self.device,
             data_parallel=self._data_parallel,
+            may_compress=self._memory.compress == "fp8",
         )
         return search.best()
 

@@ -17,12 +17,15 @@ from thunder.core.trace import TraceCtx
 from thunder_memsave.budget.arguments import Arguments, adding, updating
 from thunder_memsave.budget.extract import Fuses, nothing_fuses, training_graph
 from thunder_memsave.budget.running_program import program
-from thunder_memsave.budget.ways import Way
+from thunder_memsave.budget.ways.compressed_graph import with_choices_as_one
+from thunder_memsave.budget.ways.compressible import compressible
+from thunder_memsave.budget.ways.way import Way
 from thunder_memsave.errors import PlanError
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.added_gradients import added_if_given
 from thunder_memsave.ops.table import place_of_rows_per_tile
 from thunder_memsave.ops.updated_parameters import Update
+from thunder_memsave.passes.compress import with_choices
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import CopyTerms, Step, Traces, try_steps
 from thunder_memsave.passes.symbols import is_joint
@@ -205,7 +208,7 @@ class Attempt:
             used={*added, *updated},
             fuses=fuses,
         )
-        graph = with_zeros(graph, traces.joint)
+        graph = with_choices_as_one(with_zeros(graph, traces.joint))
         return cls(
             traces,
             steps,
@@ -221,13 +224,21 @@ class Attempt:
         )
 
     def in_way(self, way: Way) -> Attempt | None:
-        """Return this call, which must be whole and with its largest tiles, in a way; None: it has no such tiles."""
+        """Return this call, which must be whole and with its largest tiles, in a way; None: it has none.
+
+        That is, no such tiles, or no values to store in fp8.
+        """
         assert self.way == Way(), "others are made of the first"
         traces = self.traces
         if way.is_tiled:
             if (tiled := traces.tiled()) is None:
                 return None
             traces = replace(traces, joint=tiled)
+        if way.compresses:
+            joint = self._with_choices(traces.joint)
+            if joint is traces.joint:
+                return None
+            traces = replace(traces, joint=joint)
         if way.loss_divisor > 1:
             joint = divide_loss_tiles(traces.joint, way.loss_divisor)
             if joint is traces.joint:
@@ -236,6 +247,14 @@ class Attempt:
         if traces is self.traces:
             return replace(self, way=way)
         return replace(self.with_traces(traces, self.arguments), way=way)
+
+    def _with_choices(self, joint: TraceCtx) -> TraceCtx:
+        """Return a joint trace in which a plan may store values in fp8; the same one if it has none of those."""
+        arguments = self.arguments
+        return with_choices(
+            joint,
+            compressible(joint, kinds=arguments.kinds, tensors=arguments.tensors, known=self.known),
+        )
 
     def with_traces(self, traces: Traces, arguments: Arguments) -> Attempt:
         """Return this call with other traces, whose graph is extracted."""

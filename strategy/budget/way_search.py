@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thunder_memsave.budget.agreed import largest
 from thunder_memsave.budget.plan_request import Offer
 from thunder_memsave.budget.planned_call import Attempt, PlannedCall
-from thunder_memsave.budget.ways import Way, ways
+from thunder_memsave.budget.ways.way import Way, ways
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.planner.cost import costs_us
@@ -57,6 +57,7 @@ class WaySearch:
         is_reserved: bool,
         device: Device,
         data_parallel: DataParallel | None,
+        may_compress: bool = False,
     ) -> None:
         """Store what is tried, and how.
 
@@ -68,6 +69,7 @@ class WaySearch:
             is_reserved: Whether the budget is one of reserved bytes.
             device: Its rates are the times of what a way adds.
             data_parallel: The ranks that must choose the same.
+            may_compress: Whether values may be stored in fp8.
         """
         self._first = first
         self._tried, self._ran = tried, ran
@@ -75,6 +77,7 @@ class WaySearch:
         self._is_reserved = is_reserved
         self._device = device
         self._data_parallel = data_parallel
+        self._may_compress = may_compress
 
     def best(self) -> Tried:
         """Return the first way that fits, with smaller tiles of losses where they save more time than they cost.
@@ -85,7 +88,7 @@ class WaySearch:
         for attempt in self._attempts(refused):
             tried = self._tried(attempt)
             if tried.run.more_bytes <= 0:
-                return self._quicker(tried)
+                return self._compressed(self._quicker(tried))
             refused.append(tried)
             if not self._is_reserved and self._is_of_update(tried):
                 break
@@ -98,7 +101,7 @@ class WaySearch:
 
     def _attempts(self, refused: Sequence[Tried]) -> Iterator[Attempt]:
         """Yield the ways, with smaller tiles of losses where those would do; `refused` has those before."""
-        for of_largest in ways(is_reserved=self._is_reserved):
+        for of_largest in ways(is_reserved=self._is_reserved, may_compress=self._may_compress):
             if of_largest.empties_cache and not self._tensors_fit(of_largest, refused):
                 continue
             way: Way | None = of_largest
@@ -124,7 +127,7 @@ class WaySearch:
     def _tensors_fit(self, way: Way, refused: Sequence[Tried]) -> bool:
         """Tell whether what was refused without giving cached memory back was refused for that memory alone."""
         assert self._budget_bytes is not None
-        same = [t for t in refused if t.attempt.way.is_tiled == way.is_tiled]
+        same = [t for t in refused if _are_alike(t.attempt.way, way)]
         least = min((t.run.call.profile.peak_bytes for t in same), default=self._budget_bytes)
         return not self._is_on_any(least > self._budget_bytes)
 
@@ -157,6 +160,17 @@ class WaySearch:
             tried = smaller
         return tried
 
+    def _compressed(self, tried: Tried) -> Tried:
+        """Store values in fp8 where that takes less time than to recompute what has no room beside them."""
+        if not self._may_compress or tried.attempt.way.compresses or not tried.offer.plan.added_us:
+            return tried
+        attempt = self._in_way(replace(tried.attempt.way, compresses=True))
+        if attempt is None:
+            return tried
+        other = self._tried(attempt)
+        is_quicker = other.offer.plan.added_us < tried.offer.plan.added_us
+        return other if other.run.more_bytes <= 0 and is_quicker else tried
+
     def _in_way(self, way: Way) -> Attempt | None:
         """Return the call in a way; None: a rank has no such tiles."""
         attempt = self._first.in_way(way)
@@ -168,3 +182,8 @@ class WaySearch:
 
     def _is_on_any(self, fact: bool) -> bool:
         return largest(int(fact), self._data_parallel) > 0
+
+
+def _are_alike(one: Way, other: Way) -> bool:
+    """Tell whether two ways run the same operations, but for the tiles of losses."""
+    return (one.is_tiled, one.compresses) == (other.is_tiled, other.compresses)

@@ -16,6 +16,7 @@ from thunder_memsave.compiler.fuse import fuses_as_planned
 from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.recorded_joint import taken_apart
 from thunder_memsave.passes.absent_gradients import without_zeros
+from thunder_memsave.passes.compress import as_planned
 from thunder_memsave.passes.drop_unread import drop_unread
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.overlap.early_reductions import reduce_early
@@ -110,3 +111,11 @@ def compute_again(state: State) -> State:
     if state.actions is None:
         return state
     return replace(state, joint=recompute(state.joint, actions=state.actions))
+
+
+def compress(state: State) -> State:
+    """Store in fp8 what the plan says, and what it says of nothing as it is."""
+    if state.actions is None:
+        return state
+    joint, actions = as_planned(state.joint, state.actions)
+    return replace(state, joint=joint, actions=actions)

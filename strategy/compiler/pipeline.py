@@ -69,6 +69,7 @@ STEPS: tuple[Step[State], ...] = (
     # The plan is carried out, here and by all that is `_acted` or `_tried`.
     _step("plan", "decide what backward keeps, within the budget", joint_steps.plan),
     _acted("recompute", "recompute in backward what the plan says", joint_steps.compute_again),
+    _acted("compress", "store in fp8 what the plan says", joint_steps.compress),
     # Two traces from here on.
     _acted("split", "make a forward and a backward", split.split),
     _acted("check_gradients", "assert that backward lacks no gradient", split.check),

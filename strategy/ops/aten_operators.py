@@ -203,6 +203,11 @@ def operator_of(bsym: BoundSymbol) -> OpOverload | None:
     return _operators[bsym.sym.name] if bsym.sym.executor is aten_executor else None
 
 
+def find_operator(name: str) -> OpOverload | None:
+    """Return the operator of a symbol's name in a trace; None: it is none of PyTorch's."""
+    return _operators.get(name)
+
+
 def operator_named(name: str) -> OpOverload:
     """Return the operator of a symbol's name in a trace."""
     return _operators[name]

@@ -14,6 +14,7 @@ from thunder_memsave.ops.families.collectives import is_all_gather, is_wait
 from thunder_memsave.ops.kernel_calls import own_executor
 from thunder_memsave.ops.random_ops import draws_random_numbers, is_replayable
 from thunder_memsave.passes.symbols import is_tensor, written_in_place
+from thunder_memsave.planner.graph import COMPRESS
 
 # Parts of the names of collectives, the user's own among them.
 _COMMUNICATES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "wait_tensor")
@@ -82,6 +83,8 @@ def roots(symbols: Sequence[BoundSymbol]) -> Mapping[str, set[str]]:
     for bsym in symbols:
         inputs = [a.name for a in bsym.flat_proxy_args if is_tensor(a)]
         shared = set() if makes_new_memory(bsym) else {r for n in inputs for r in found.get(n, {n})}
+        if bsym.sym.name == COMPRESS:  # its first result is what it reads
+            found[bsym.flat_proxy_outs[0].name] = found.get(inputs[0], {inputs[0]})
         for output in bsym.flat_proxy_outs:
             found.setdefault(output.name, set(shared) or {output.name})
     return found

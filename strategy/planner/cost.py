@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from thunder_memsave.planner.graph import FETCH, Device, Op, Program, TrainingGraph
+from thunder_memsave.planner.graph import DECOMPRESS, FETCH, Device, Op, Program, TrainingGraph
 
 _NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 
@@ -24,7 +24,45 @@ def costs_us(
         Microseconds by the operation's index. Views take 0 whatever was measured: nothing runs on the device. So does
         what rides in a kernel that runs anyway.
     """
-    return tuple(_cost_us(op, device, measured_us) for op in graph.ops)
+    costs = [_cost_us(op, device, measured_us) for op in graph.ops]
+    if any(op.symbol == DECOMPRESS for op in graph.ops):
+        _leave_out_unread(graph, costs)
+    return tuple(costs)
+
+
+def _leave_out_unread(graph: TrainingGraph, costs: list[float]) -> None:
+    """Let what makes a value again, that is read through fp8 alone, cost less by what that takes.
+
+    A plan that recomputes both, which the costs of both then add up to, stores nothing in fp8.
+    """
+    makers = {s: n for n, op in enumerate(graph.ops) for s in op.makes}
+    readers: dict[int, set[int]] = {}
+    for number, op in enumerate(graph.ops):
+        if op.repeat != "free":
+            for storage in op.reads:
+                readers.setdefault(storage, set()).add(number)
+    for number, op in enumerate(graph.ops):
+        if op.symbol == DECOMPRESS:
+            producer: int | None = makers[op.reads[0]]
+            assert producer is not None
+            is_read = graph.ops[producer].makes[0] in readers
+            left_us = 0.0 if is_read else costs[number]
+            while producer is not None and left_us > 0.0:
+                part_us = min(costs[producer], left_us)
+                costs[producer] -= part_us
+                left_us -= part_us
+                producer = _made_for(graph, producer, makers, readers)
+
+
+def _made_for(
+    graph: TrainingGraph,
+    number: int,
+    makers: Mapping[int, int],
+    readers: Mapping[int, Collection[int]],
+) -> int | None:
+    """Return an operation whose result is read by this one alone, that with the most FLOPs; None: there is none."""
+    found = [makers[s] for s in graph.ops[number].reads if s in makers and len(readers[s]) == 1]
+    return max(found, key=lambda n: graph.ops[n].flops, default=None)
 
 
 def program_costs_us(program: Program, device: Device) -> tuple[float, ...]:

@@ -20,6 +20,9 @@ _PRECISION = 2e-6
 FETCH = "fetch_weight"
 """Name in traces of the operation that copies a frozen weight from the host."""
 
+COMPRESS, DECOMPRESS = "compress_to_fp8", "decompress_from_fp8"
+"""Names in traces of the operations that store an activation in fewer bits, and that make it of them."""
+
 UPDATE = "update_parameter"
 """Name in traces of the operation that updates a weight in backward."""
 

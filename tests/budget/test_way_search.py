@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from thunder_memsave.budget.way_search import WaySearch
-from thunder_memsave.budget.ways import Way
+from thunder_memsave.budget.ways.way import Way
 from thunder_memsave.planner.devices import DEVICES
 
 BUDGET_BYTES = 100

@@ -12,7 +12,7 @@ from thunder_memsave.budget.offload.last_resort import LastResort, States, least
 from thunder_memsave.budget.offload.terms import offload_terms
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Attempt, PlannedCall
-from thunder_memsave.budget.ways import Way
+from thunder_memsave.budget.ways.way import Way
 from thunder_memsave.config import StrategyConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError

@@ -196,6 +196,28 @@ def quantize_block(
     return quantized, scale_inv
 
 
+def dequantize_rows(q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantise rows that have one scale each: arguments and result of `torch_backend.dequantize_rows`."""
+    rows, columns = q.shape
+    result = torch.empty_like(q, dtype=dtype)
+    with once_through_memory(q, scale_inv, result):
+        if available.has_numbers(q) and q.numel():
+            with torch.cuda.device_of(q):
+                _kernels().dequantize_rows_kernel[(-(-rows // _ROWS),)](
+                    _bytes(q),
+                    scale_inv,
+                    result,
+                    rows,
+                    columns,
+                    ROWS=_ROWS,
+                    COLUMNS=_power_of_2(columns),
+                    num_warps=_WARPS,
+                    **_EXACT,
+                    **_format(q.dtype),
+                )
+    return result
+
+
 def transpose(q: Tensor) -> Tensor:
     """Copy a contiguous fp8 matrix `[rows, columns]` to `[columns, rows]`."""
     if not available.has_numbers(q):
@@ -212,6 +234,11 @@ def transpose(q: Tensor) -> Tensor:
 
 def _is_fake_cuda(x: Tensor) -> bool:
     return x.device.type == "cuda" and isinstance(x, FakeTensor)
+
+
+def _power_of_2(number: int) -> int:
+    """Return the smallest power of 2 that is not less."""
+    return 1 << (number - 1).bit_length()
 
 
 def _bytes(quantized: Tensor) -> Tensor:

@@ -271,6 +271,24 @@ def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
     return q.float() * _of_elements(scale_inv, rows, columns, block_rows, BLOCK)
 
 
+def dequantize_rows(q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantise rows that have one scale each, a power of 2, and round once.
+
+    Args:
+        q: fp8 `[rows, columns]`, contiguous.
+        scale_inv: float32 `[rows, 1]`.
+        dtype: The result's: float32, bfloat16 or float16.
+    """
+    if one_launch.applies(q):
+        return one_launch.dequantize_rows(q, scale_inv, dtype)
+    result = torch.empty_like(q, dtype=dtype)
+    with once_through_memory(q, scale_inv, result):
+        for first, rows in cached(q, q.shape[0]):
+            part = slice(first, first + rows)
+            result[part] = q[part].float().mul_(scale_inv[part])
+    return result
+
+
 def amax(x: Tensor) -> Tensor:
     """Return the largest magnitude of the elements that are not NaN, 0-dim float32; 0 if there is none."""
     if one_launch.applies(x):

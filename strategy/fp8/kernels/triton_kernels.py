@@ -104,6 +104,29 @@ def cast_blocks_kernel(
 
 
 @triton.jit
+def dequantize_rows_kernel(
+    q_ptr,
+    scale_inv_ptr,
+    x_ptr,
+    rows,
+    columns,
+    MAX: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write `ROWS` rows of a contiguous matrix, each with the inverse scale at its place, in the dtype of `x_ptr`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    is_inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row[:, None] * columns + column[None, :]
+    number = _of_fp8(tl.load(q_ptr + at, mask=is_inside, other=0), MAX, MANTISSA_BITS, BIAS)
+    scale_inv = tl.load(scale_inv_ptr + row, mask=row < rows, other=0.0)
+    tl.store(x_ptr + at, number * scale_inv[:, None], mask=is_inside)
+
+
+@triton.jit
 def transpose_kernel(q_ptr, transposed_ptr, rows, columns, SIDE: tl.constexpr):
     """Write `[SIDE, SIDE]` bytes of a contiguous matrix into its transpose."""
     row = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
@@ -160,6 +183,21 @@ def _to_fp8(x, scaled, MAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: tl.
     else:
         is_negative = x.to(tl.int32, bitcast=True) < 0
     return tl.where(is_negative, number | 0x80, number).to(tl.uint8)
+
+
+@triton.jit
+def _of_fp8(number, MAX: tl.constexpr, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr):
+    """Return the float32 numbers of fp8's bytes; what is above `MAX` is infinite or NaN, as its dtype has it."""
+    bits = number.to(tl.int32)
+    magnitude = bits & 0x7F
+    # As the bits of a float32, whose exponent has another bias: a product with a power of 2 makes up for that.
+    shifted = (magnitude << (23 - MANTISSA_BITS)).to(tl.float32, bitcast=True)
+    value = shifted * (2.0 ** (127 - BIAS))
+    infinite: tl.constexpr = float("inf")
+    not_a_number: tl.constexpr = float("nan")
+    is_infinite = (value > MAX) & (magnitude == (0x7C if MANTISSA_BITS == 2 else 0x80))
+    value = tl.where(is_infinite, infinite, tl.where(value > MAX, not_a_number, value))
+    return tl.where(bits >= 0x80, -value, value)
 
 
 @triton.jit

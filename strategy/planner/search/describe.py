@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 from thunder_memsave.planner.actions import (
     KEEP,
@@ -15,7 +16,7 @@ from thunder_memsave.planner.actions import (
     Actions,
 )
 from thunder_memsave.planner.choices import Needs
-from thunder_memsave.planner.graph import Decision
+from thunder_memsave.planner.graph import DECOMPRESS, Decision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,12 @@ class Description:
                 module=op.module,
             )
 
+    @cached_property
+    def _in_fp8(self) -> Set[int]:
+        """Storages of which backward makes values that it reads."""
+        ops = self.needs.graph.ops
+        return frozenset(s for op in ops if op.symbol == DECOMPRESS for s in op.reads)
+
     def _chain(self, storage: int) -> set[int]:
         """Return the operations that recompute a storage from the kept ones."""
         found: set[int] = set()
@@ -83,6 +90,8 @@ class Description:
             return "cannot be recomputed"
         if storage in self.pinned:
             return "pinned"
+        if storage in self.kept and storage in self._in_fp8:
+            return "in fp8 meanwhile: faster than to recompute"
         if storage in self.kept:
             return (
                 "needed to recompute others"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from thunder_memsave.planner.actions import NO_ACTIONS, Actions
 from thunder_memsave.planner.choices import Needs
-from thunder_memsave.planner.graph import Op, TrainingGraph
+from thunder_memsave.planner.graph import DECOMPRESS, Op, TrainingGraph
 from thunder_memsave.planner.linear.coverage import add_coverage
 from thunder_memsave.planner.linear.program import LinearProgram
 
@@ -71,4 +71,5 @@ def _cost(op: Op, moved_per_kept_byte: int) -> float:
 def _is_cheap(graph: TrainingGraph, op: Op) -> bool:
     made = sum(graph.storages[s].nbytes for s in op.makes)
     is_reduction = op.moved_bytes - made > _REDUCTION * made
-    return op.repeat != "replay" and not (op.communicates or op.flops or is_reduction)
+    is_exact = op.symbol != DECOMPRESS
+    return is_exact and op.repeat != "replay" and not (op.communicates or op.flops or is_reduction)

@@ -1,4 +1,4 @@
-"""The ways to carry a call out: whole or in tiles, and with which allocator."""
+"""The ways to carry a call out: whole or in tiles, with values in fp8 or none, and with which allocator."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Way:
     """Whether wide values of tokens are in tiles: `Traces.tiled`."""
     loss_divisor: int = 1
     """What the tokens of a loss's tile are divided by, of as many as it has without a budget."""
+    compresses: bool = False
+    """Whether values may be stored in fp8 from forward to backward."""
     empties_cache: bool = False
     """Whether what is cached may be given back when a budget of reserved bytes is reached."""
 
@@ -38,12 +40,14 @@ class Way:
         return None if divisor is None else replace(self, loss_divisor=divisor)
 
 
-def ways(*, is_reserved: bool) -> Iterator[Way]:
+def ways(*, is_reserved: bool, may_compress: bool = False) -> Iterator[Way]:
     """Yield the ways with the largest tiles of losses, from the one that costs least.
 
     Args:
         is_reserved: Whether the budget is one of reserved bytes.
+        may_compress: Whether values may be stored in fp8.
     """
     for empties_cache in (False, True) if is_reserved else (False,):
         for is_tiled in (False, True):
-            yield Way(is_tiled=is_tiled, empties_cache=empties_cache)
+            for compresses in (False, True) if may_compress else (False,):
+                yield Way(is_tiled=is_tiled, compresses=compresses, empties_cache=empties_cache)

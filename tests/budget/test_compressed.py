@@ -1,0 +1,220 @@
+"""With `memory.compress: fp8`, plans store values in fp8 where that is quicker, keep budgets, and change little."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from harness.memory import measured_peak_bytes
+from thunder_memsave.budget.memory_planner import MemoryPlanner
+from thunder_memsave.budget.planned_call import PlannedCall
+from thunder_memsave.budget.ways import compressible
+from thunder_memsave.compiler.compiled_module import CompiledModule
+from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.errors import BudgetError
+from thunder_memsave.fp8.kernels import casting
+from thunder_memsave.planner.devices import device
+from thunder_memsave.planner.graph import COMPRESS, DECOMPRESS
+
+WIDTH, TOKENS = 64, 128
+_CPU = device("cpu")
+SLOW = replace(_CPU, flops_per_s={name: rate / 20 for name, rate in _CPU.flops_per_s.items()})
+"""A device whose products take long, so that to store a value in fp8 takes less."""
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressible, "LEAST_BYTES", 1024)
+    # Chunks of a cast are of this size, so that its scratch is small beside such values.
+    monkeypatch.setitem(casting._CAST_ELEMENTS, "cpu", 1024)
+
+
+class Gated(nn.Module):
+    """An MLP as in Llama."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.low = nn.Linear(WIDTH, 4, bias=False) if kind == "lora" else None
+        self.high = nn.Linear(4, 4 * WIDTH, bias=False) if kind == "lora" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        gate = self.gate(h)
+        if self.low is not None and self.high is not None:
+            gate = gate + self.high(self.low(h)) * 2
+        return x + self.down(F.silu(gate) * self.up(h))
+
+
+class Plain(nn.Module):
+    """An MLP as in GPT-2, with dropout."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        layer = Plain if kind == "gpt" else Gated
+        self.layers = nn.ModuleList(layer(kind) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().pow(2).mean()
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that ran."""
+
+    loss: Tensor
+    gradients: list[Tensor]
+    call: PlannedCall
+    measured_bytes: int
+
+    @property
+    def predicted_bytes(self) -> int:
+        held = sum(self.call.program.storages[s].nbytes for s in self.call.program.held)
+        return self.call.profile.peak_bytes - held - self.call.memory.other_bytes
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(step.op.symbol for step in self.call.program.steps)
+
+
+def step(
+    kind: str,
+    budget_bytes: int | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    fusion: bool = False,
+    **memory: Any,
+) -> Ran:
+    torch.manual_seed(0)
+    model = Model(kind).to(dtype)
+    if kind == "lora":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("low" in name or "high" in name)
+    x = torch.randn(4, TOKENS // 4, WIDTH).to(dtype)
+    planner = MemoryPlanner(MemoryConfig(**memory), device=SLOW, budget_bytes=budget_bytes)
+    module = CompiledModule(model, planner=planner, config=CompileConfig(fusion=fusion))
+
+    def run() -> Tensor:
+        torch.manual_seed(1)
+        loss: Tensor = module(x)
+        loss.backward()
+        return loss.detach()
+
+    loss = run()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    measured_bytes = measured_peak_bytes(run)
+    return Ran(loss, gradients, planner.calls[-1], measured_bytes)
+
+
+def between(kept: Ran, kind: str, part: float, **settings: Any) -> int:
+    """Return a budget between the smallest and what keeping all takes."""
+    with pytest.raises(BudgetError) as refused:
+        step(kind, kept.call.profile.peak_bytes // 100, **settings)
+    smallest_bytes = refused.value.smallest_bytes
+    assert smallest_bytes is not None
+    return int(smallest_bytes + part * (kept.call.profile.peak_bytes - smallest_bytes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "fusion"),
+    [
+        ("llama", torch.bfloat16, False),
+        ("llama", torch.float32, True),
+        ("gpt", torch.float32, False),
+        ("lora", torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_plans_store_values_in_fp8_where_that_is_quicker(
+    kind: str, dtype: torch.dtype, fusion: bool
+) -> None:
+    settings: dict[str, Any] = {"dtype": dtype, "fusion": fusion}
+    kept = step(kind, None, policy="keep_all", **settings)
+    budget_bytes = between(kept, kind, 0.15, **settings)
+    exact = step(kind, budget_bytes, **settings)
+    stored = step(kind, budget_bytes, compress="fp8", **settings)
+    assert exact.counts[COMPRESS] == 0
+    assert stored.counts[COMPRESS] == stored.counts[DECOMPRESS] > 0
+    assert stored.call.plan is not None
+    assert exact.call.plan is not None
+    assert stored.call.plan.added_us < exact.call.plan.added_us
+    for each in (exact, stored):
+        assert each.call.profile.peak_bytes <= budget_bytes
+        assert each.measured_bytes == each.predicted_bytes
+        assert torch.equal(each.loss, kept.loss)  # forward reads what it made
+    for mine, others in zip(exact.gradients, kept.gradients, strict=True):
+        assert torch.equal(mine, others)
+    errors = [
+        float((mine.double() - others.double()).norm() / others.double().norm())
+        for mine, others in zip(stored.gradients, kept.gradients, strict=True)
+    ]
+    assert 0 < max(errors) < 2**-4  # the rounding of one number at most
+
+
+def test_where_all_fits_numbers_are_exact() -> None:
+    kept = step("llama", None, policy="keep_all")
+    stored = step("llama", kept.call.profile.peak_bytes, compress="fp8")
+    assert stored.counts[COMPRESS] == 0
+    for mine, others in zip(stored.gradients, kept.gradients, strict=True):
+        assert torch.equal(mine, others)
+
+
+def test_no_value_of_attention_or_a_norm_is_stored_in_fp8() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.queries(x).view(*x.shape[:2], 3, 2, WIDTH // 2).transpose(1, 3)
+            q, k, v = parts.unbind(2)
+            mixed = F.scaled_dot_product_attention(q * 2, k, v, is_causal=True)
+            x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+            return (torch.relu(self.norm(x)) * F.layer_norm(F.silu(x), x.shape[-1:])).mean()
+
+    seen: list[Any] = []
+    find = compressible.compressible
+
+    def found(*args: Any, **kwargs: Any) -> Any:
+        seen.append(find(*args, **kwargs))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("thunder_memsave.budget.planned_call.compressible", found)
+        planner = MemoryPlanner(MemoryConfig(compress="fp8"), device=SLOW, budget_bytes=10**4)
+        module = CompiledModule(Attention(), planner=planner, config=CompileConfig())
+        with pytest.raises(BudgetError):
+            module(torch.randn(4, TOKENS, WIDTH))
+    assert seen
+    assert not list(itertools.chain(*seen))
+
+
+def test_a_table_says_what_is_in_fp8() -> None:
+    kept = step("llama", None, policy="keep_all")
+    stored = step("llama", between(kept, "llama", 0.15), compress="fp8")
+    assert stored.call.plan is not None
+    reasons = {decision.reason for decision in stored.call.plan.decisions}
+    assert "in fp8 meanwhile: faster than to recompute" in reasons
