@@ -23,7 +23,7 @@ from thunder_memsave.measure.disk_table import DiskTable
 from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.run_alone import device_type_of, environment, ready_to_run
 from thunder_memsave.planner.cost import roofline_us
-from thunder_memsave.planner.graph import Device, TrainingGraph
+from thunder_memsave.planner.graph import THEN, Device, TrainingGraph
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +98,9 @@ class MeasuredTimes:
 
     def _timed(self, key: str, *, until: float) -> float:
         """Return an operation's microseconds; 0 if it cannot be timed, or the time is over."""
+        if THEN in key:
+            each = [self._timed(part, until=until) for part in key.split(THEN)]
+            return sum(each) if all(us > 0 for us in each) else _UNTIMED
         operation = self._operations.get(key)
         if operation is None or time.perf_counter() >= until:
             return _UNTIMED

@@ -23,6 +23,9 @@ FETCH = "fetch_weight"
 COMPRESS, DECOMPRESS = "compress_to_fp8", "decompress_from_fp8"
 """Names in traces of the operations that store an activation in fewer bits, and that make it of them."""
 
+THEN = " then "
+"""Between the keys of operations that count as one: the time of all is that of each."""
+
 UPDATE = "update_parameter"
 """Name in traces of the operation that updates a weight in backward."""
 

@@ -5,23 +5,29 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harness.distributed import run_on_ranks
 from harness.memory import measured_peak_bytes
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.budget.ways import compressible
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.distributed.agreement import OtherRankError
+from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.fp8.kernels import casting
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import COMPRESS, DECOMPRESS
+from thunder_memsave.sharding.rows import shard_module
 
 WIDTH, TOKENS = 64, 128
 _CPU = device("cpu")
@@ -218,3 +224,47 @@ def test_a_table_says_what_is_in_fp8() -> None:
     assert stored.call.plan is not None
     reasons = {decision.reason for decision in stored.call.plan.decisions}
     assert "in fp8 meanwhile: faster than to recompute" in reasons
+
+
+def check_on_rank(rank: int) -> None:
+    compressible.LEAST_BYTES, casting._CAST_ELEMENTS["cpu"] = 1024, 1024
+    kept = on_rank(rank, None, policy="keep_all")
+    with pytest.raises((BudgetError, OtherRankError)) as refused:
+        on_rank(rank, 10**5)
+    smallest: list[Any] = [None, None]
+    dist.all_gather_object(smallest, getattr(refused.value, "smallest_bytes", None))
+    budget_bytes = int(smallest[0] + 0.15 * (kept.call.profile.peak_bytes - smallest[0]))
+    stored = on_rank(rank, budget_bytes, compress="fp8")
+    ways: list[Any] = [None, None]
+    dist.all_gather_object(ways, (stored.call.way, stored.counts[COMPRESS]))
+    assert ways[0] == ways[1]
+    assert stored.counts[COMPRESS] > 0
+    assert stored.call.profile.peak_bytes <= budget_bytes
+    assert torch.equal(stored.loss, kept.loss)
+    for mine, others in zip(stored.gradients, kept.gradients, strict=True):
+        error = (mine.double() - others.double()).norm() / others.double().norm()
+        assert error < 2**-4
+
+
+def on_rank(rank: int, budget_bytes: int | None, **memory: Any) -> Ran:
+    """Run a step with weights sharded as in ZeRO-3."""
+    torch.manual_seed(0)
+    model = Model("llama")
+    data_parallel = DataParallel(mode="zero3", group=dist.group.WORLD)
+    shard_module(model, data_parallel)
+    planner = MemoryPlanner(
+        MemoryConfig(**memory),
+        device=SLOW,
+        budget_bytes=budget_bytes,
+        data_parallel=data_parallel,
+    )
+    module = CompiledModule(model, planner=planner, data_parallel=data_parallel)
+    torch.manual_seed(1 + rank)
+    loss = module(torch.randn(4, TOKENS // 4, WIDTH))
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return Ran(loss.detach(), gradients, planner.calls[-1], 0)
+
+
+def test_ranks_store_the_same_values(tmp_path: Path) -> None:
+    run_on_ranks(check_on_rank, 2, tmp_path / "rendezvous")

@@ -22,7 +22,7 @@ from thunder_memsave.measure.op_profile import Operation, OpProfile
 from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.planner.cost import roofline_us
 from thunder_memsave.planner.devices import device
-from thunder_memsave.planner.graph import Op, Plan, TrainingGraph
+from thunder_memsave.planner.graph import THEN, Op, Plan, TrainingGraph
 
 CPU = device("cpu")
 X = torch.ones(4)
@@ -84,6 +84,16 @@ def test_each_kind_has_its_time_and_keeps_it(tmp_path: Path) -> None:
     remember(later, "slow", never)
     remember(later, "quick", never)
     assert later.of(graph(op("slow"), op("quick")), CPU).us == found.us
+
+
+def test_kinds_that_count_as_one_take_the_time_of_each(tmp_path: Path) -> None:
+    times = MeasuredTimes(directory=tmp_path)
+    remember(times, "a", sleep(0.002))
+    remember(times, "b", sleep(0.001))
+    both, unknown = f"a{THEN}b", f"a{THEN}c"
+    found = times.of(graph(op(both), op(unknown)), CPU)
+    assert 2_500 < found.us[both] < 30_000
+    assert found.num_timed == 1
 
 
 def test_kinds_without_time_left_are_estimated_now_and_later(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from thunder_memsave.budget.ways.compressible import is_smooth
-from thunder_memsave.planner.graph import COMPRESS, DECOMPRESS, Op, TrainingGraph
+from thunder_memsave.planner.graph import COMPRESS, DECOMPRESS, THEN, Op, TrainingGraph
 
 
 def with_choices_as_one(graph: TrainingGraph) -> TrainingGraph:
@@ -54,7 +54,7 @@ def with_choices_as_one(graph: TrainingGraph) -> TrainingGraph:
                 op,
                 reads=tuple(s for s in op.reads if s not in scales),
                 moved_bytes=op.moved_bytes + stored.moved_bytes,
-                key=f"{stored.key} {op.key}",
+                key=f"{stored.key}{THEN}{op.key}",
             )
         made = [by_value[s] for s in op.makes if s in by_value]
         ops.append(op if not made else _with_stored(op, made[0]))

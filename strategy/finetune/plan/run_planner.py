@@ -111,10 +111,12 @@ class RunPlanner(MemoryPlanner):
             assert self.refusal.smallest_bytes is not None
             return self.refusal.smallest_bytes
         asked, first = [self._last], self._attempt
-        if counts_tiles and first is not None and not self.call.is_tiled:
-            tiled = first.in_way(Way(is_tiled=True))
-            other = None if tiled is None else self._question(tiled, None)
-            asked += [] if other is None else [other.narrowed or other]
+        ways = [Way(is_tiled=True)] if counts_tiles and not self.call.is_tiled else []
+        if self._memory.compress == "fp8":  # the last plan that was tried may be of either
+            ways += [Way(), Way(compresses=True)]
+        attempts = [] if first is None else [first.in_way(way) for way in ways]
+        others = [self._question(each, None) for each in attempts if each is not None]
+        asked += [other.narrowed or other for other in others]
         found = min(each.smallest_bytes(time_limit_s=self._smallest_s) for each in asked)
         if first is not None:
             found = max(found, least_bytes(first.with_memory(self.call.memory)))
