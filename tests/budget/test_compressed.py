@@ -250,6 +250,7 @@ def on_rank(rank: int, budget_bytes: int | None, **memory: Any) -> Ran:
     """Run a step with weights sharded as in ZeRO-3."""
     torch.manual_seed(0)
     model = Model("llama")
+    assert dist.group.WORLD is not None
     data_parallel = DataParallel(mode="zero3", group=dist.group.WORLD)
     shard_module(model, data_parallel)
     planner = MemoryPlanner(
