@@ -44,9 +44,10 @@ def with_choices_as_one(graph: TrainingGraph) -> TrainingGraph:
     for number, op in enumerate(graph.ops):
         if op.symbol == COMPRESS:
             continue
-        if op.symbol == DECOMPRESS or (is_smooth(op.symbol) and not rounded.isdisjoint(op.reads)):
+        is_of_rounded = not rounded.isdisjoint(op.reads)
+        if op.symbol == DECOMPRESS or (is_of_rounded and is_smooth(op.symbol, op.dtype)):
             rounded.update(op.makes)
-        elif number < graph.num_forward and not rounded.isdisjoint(op.reads):
+        elif number < graph.num_forward and is_of_rounded:
             op = op if op.repeat == "free" else replace(op, repeat="no")
         if op.symbol == DECOMPRESS:
             stored = stores[next(s for s in op.reads if s in stores)]

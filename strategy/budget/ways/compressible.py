@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch import Tensor
@@ -29,6 +31,7 @@ from thunder_memsave.planner.graph import Op, StorageKind
 LEAST_BYTES = 2**20
 """Smaller values stay as they are."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_FLOATING = frozenset({"float64", *(str(d).removeprefix("torch.") for d in _DTYPES)})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"})
 _DERIVED = _PRODUCTS | {"convolution_backward"}
 _SMOOTH = frozenset(
@@ -109,7 +112,7 @@ class _Seen:
             if storage in stay or not later or not self._is_worth_it(storage, bsym, op):
                 continue
             first = self.first.get(storage, ())
-            exact = frozenset(id(r) for r in first if not is_smooth(r.sym.name))
+            exact = frozenset(id(r) for r in first if not _is_smooth(r))
             if len(exact) == len(first) or not self._changes_little(storage):
                 continue
             views = self.views.get(storage, ())
@@ -123,7 +126,7 @@ class _Seen:
             found = stack.pop()
             if not all(_is_tolerant(reader) for reader in self.later.get(found, ())):
                 return False
-            smooth = {id(r) for r in self.first.get(found, ()) if is_smooth(r.sym.name)}
+            smooth = {id(r) for r in self.first.get(found, ()) if _is_smooth(r)}
             new = {s for s, (maker, _) in self.made.items() if id(maker) in smooth} - reached
             reached |= new
             stack += new
@@ -162,18 +165,27 @@ def _is_sum(bsym: BoundSymbol) -> bool:
     return _name(bsym.sym.name) == "add"
 
 
-def is_smooth(symbol: str) -> bool:
+def is_smooth(symbol: str, dtype: str) -> bool:
     """Tell whether it is a function, element by element, whose result changes little with what it reads.
 
     Args:
         symbol: The name of an operation in a trace.
+        dtype: The name of its result's: whole numbers jump.
     """
-    return symbol == "to" or _name(symbol) in _SMOOTH
+    return dtype in _FLOATING and (symbol == "to" or _name(symbol) in _SMOOTH)
+
+
+def _is_smooth(bsym: BoundSymbol) -> bool:
+    (made, *_) = bsym.flat_proxy_outs or (None,)
+    if not isinstance(made, TensorProxy):
+        return False
+    dtype = str(dtypes.to_torch_dtype(made.dtype)).removeprefix("torch.")
+    return is_smooth(bsym.sym.name, dtype)
 
 
 def _is_tolerant(reader: BoundSymbol) -> bool:
     """Tell whether it is such a function, or a product that makes gradients."""
-    return is_smooth(reader.sym.name) or _name(reader.sym.name) in _DERIVED
+    return _is_smooth(reader) or _name(reader.sym.name) in _DERIVED
 
 
 def _name(symbol: str) -> str:
