@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,20 +187,77 @@ def test_where_all_fits_numbers_are_exact() -> None:
         assert torch.equal(mine, others)
 
 
-def test_no_value_of_attention_or_a_norm_is_stored_in_fp8() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.queries, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.norm = nn.LayerNorm(WIDTH)
+class Linear(nn.Module):
+    """A linear, and something that reads its result."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            parts = self.queries(x).view(*x.shape[:2], 3, 2, WIDTH // 2).transpose(1, 3)
-            q, k, v = parts.unbind(2)
-            mixed = F.scaled_dot_product_attention(q * 2, k, v, is_causal=True)
-            x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-            return (torch.relu(self.norm(x)) * F.layer_norm(F.silu(x), x.shape[-1:])).mean()
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.read = nn.Linear(WIDTH, WIDTH), read
+        self.gain = nn.Parameter(torch.ones(WIDTH))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.linear(x))
+
+
+class WithGain(Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self.linear(x) * self.gain)
+
+
+def causal(h: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(h * 2, h, h, is_causal=True).mean()
+
+
+def scores(h: Tensor) -> Tensor:
+    return (F.softmax(h @ h.transpose(-1, -2), -1) @ h).mean()
+
+
+def loss_of_two(h: Tensor) -> Tensor:
+    return (F.softplus(h) - h).mean()
+
+
+def squares(h: Tensor) -> Tensor:
+    return (h * h).mean()
+
+
+def whole_numbers(h: Tensor) -> Tensor:
+    return (F.silu(h) * h.to(torch.int32).to(h.dtype) @ h.new_ones(WIDTH, 2)).mean()
+
+
+def masked(h: Tensor) -> Tensor:
+    mask = torch.full((WIDTH,), torch.finfo(h.dtype).min).where(torch.arange(WIDTH) == 3, 0.0)
+    return (F.silu(h + mask) @ h.new_ones(WIDTH, 2)).mean()
+
+
+def near_another(h: Tensor) -> Tensor:
+    return ((h - 30) * h @ h.new_ones(WIDTH, 2)).mean()
+
+
+def normed(h: Tensor) -> Tensor:
+    return F.layer_norm(F.silu(h), (WIDTH,)).square().mean()
+
+
+def rectified(h: Tensor) -> Tensor:
+    return (torch.relu(h) @ h.new_ones(WIDTH, 2)).mean()
+
+
+def activated(h: Tensor) -> Tensor:
+    return (F.silu(h) @ h.new_ones(WIDTH, 2)).mean()
+
+
+@pytest.mark.parametrize(
+    ("read", "num_values"),
+    [
+        *((f, 0) for f in (causal, scores, loss_of_two, squares, masked, near_another)),
+        *((f, 0) for f in (normed, rectified)),
+        (activated, 1),
+        (whole_numbers, 1),  # what is rounded to them is exact
+    ],
+)
+@pytest.mark.parametrize("build", [Linear, WithGain])
+def test_where_sums_could_cancel_or_jump_nothing_is_stored_in_fp8(
+    read: Callable[[Tensor], Tensor], num_values: int, build: type[Linear]
+) -> None:
     seen: list[Any] = []
     find = compressible.compressible
 
@@ -211,11 +268,12 @@ def test_no_value_of_attention_or_a_norm_is_stored_in_fp8() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("thunder_memsave.budget.planned_call.compressible", found)
         planner = MemoryPlanner(MemoryConfig(compress="fp8"), device=SLOW, budget_bytes=10**4)
-        module = CompiledModule(Attention(), planner=planner, config=CompileConfig())
+        module = CompiledModule(build(read), planner=planner, config=CompileConfig())
         with pytest.raises(BudgetError):
             module(torch.randn(4, TOKENS, WIDTH))
     assert seen
-    assert not list(itertools.chain(*seen))
+    # What a gain has multiplied is no product any more.
+    assert {len(values) for values in seen} == {num_values if build is Linear else 0}
 
 
 def test_a_table_says_what_is_in_fp8() -> None:

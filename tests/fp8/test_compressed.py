@@ -50,3 +50,13 @@ def test_rows_are_dequantised_as_blocks_are(dtype: torch.dtype) -> None:
     quantized, scale_inv = torch_backend.quantize_block(x, DTYPE, 1, 48)
     expected = torch_backend.dequantize(quantized, scale_inv).to(dtype)
     assert torch.equal(torch_backend.dequantize_rows(quantized, scale_inv, dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_finite_number_becomes_infinite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([largest, -largest, 0.99 * largest, 1.0] * 32, dtype=dtype)
+    _, quantized, scale_inv = store(x)
+    again = make_again(quantized, scale_inv, (BLOCK,), dtype)
+    assert again.isfinite().all()
+    assert (again[:3].double() / x[:3].double() - 1).abs().max() <= RELATIVE

@@ -1,10 +1,13 @@
 """Finds the values of a joint trace that may be stored in fp8 between forward and backward.
 
-These are results of matrix products, and sums with one, such as what an MLP's activation function reads: contiguous,
-large, and read by a smooth function in forward, and in backward by those and products alone, which a small change of
-an element changes little.
-Nor is anything in backward computed of them by other operators: attention, norms and losses also read sums of the exact
-numbers there.
+These are what an MLP's activation function reads, and what is multiplied with its result: large, contiguous results of
+matrix products, or sums of those, as adapters make.
+
+    t1 = mm(x, w1)      t2 = mm(x, w2)      t3 = silu(t1)      t4 = mul(t3, t2)      t5 = mm(t4, w3)
+
+Of what activation functions make of a value, forward makes products alone, and backward reads all of it by such
+functions and products alone. There a small change of an element changes little. Where sums could cancel, as in a norm,
+an attention, a loss or a sum with anything else, numbers are exact.
 """
 
 from __future__ import annotations
@@ -26,20 +29,19 @@ from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.aten_operators import find_operator
 from thunder_memsave.passes.compress import Compressible
 from thunder_memsave.passes.symbols import forward_symbols, is_joint
-from thunder_memsave.planner.graph import Op, StorageKind
+from thunder_memsave.planner.graph import StorageKind
 
 LEAST_BYTES = 2**20
 """Smaller values stay as they are."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FLOATING = frozenset({"float64", *(str(d).removeprefix("torch.") for d in _DTYPES)})
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution"})
-_DERIVED = _PRODUCTS | {"convolution_backward"}
-_SMOOTH = frozenset(
-    {
-        *("silu", "silu_backward", "gelu", "gelu_backward", "sigmoid", "sigmoid_backward"),
-        *("tanh", "tanh_backward", "softplus", "softplus_backward", "mish", "mish_backward"),
-        *("mul", "add", "sub", "neg", "_to_copy"),
-    }
+_ACTIVATIONS = frozenset({"silu", "gelu", "sigmoid", "tanh", "softplus", "mish"})
+_SMOOTH = _ACTIVATIONS | {"mul", "_to_copy"}
+_OF_RESULTS = _SMOOTH | _PRODUCTS | {"native_dropout"}
+"""What may read in forward what activation functions make of a value."""
+_IN_BACKWARD = (
+    _SMOOTH | _PRODUCTS | {"convolution_backward"} | {f"{name}_backward" for name in _ACTIVATIONS}
 )
 
 
@@ -69,14 +71,20 @@ class _Seen:
 
     trace: TraceCtx
     values: Values
-    made: dict[int, tuple[BoundSymbol, Op]] = field(default_factory=dict)
+    made: dict[int, BoundSymbol] = field(default_factory=dict)
     """Forward's symbols that make one storage each, by it."""
+    makes: dict[int, int] = field(default_factory=dict)
+    """The storage that such a symbol makes, by its id."""
+    reads: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """The storages that a symbol reads, by its id."""
     views: dict[int, list[BoundSymbol]] = field(default_factory=dict)
     """Forward's views of one storage each."""
     first: dict[int, list[BoundSymbol]] = field(default_factory=dict)
     """Forward's readers of a storage that are no views."""
     later: dict[int, list[BoundSymbol]] = field(default_factory=dict)
     """Backward's."""
+    activated: set[int] = field(default_factory=set)
+    """Storages of results of activation functions, and of what is made of these element by element."""
 
     @classmethod
     def of(cls, trace: TraceCtx, values: Values) -> _Seen:
@@ -93,54 +101,89 @@ class _Seen:
     def _add(self, bsym: BoundSymbol, index: int, is_forward: bool) -> None:
         op = self.values.run(bsym, index, "activation" if is_forward else "temporary").op
         is_view = op.repeat == "free" and len(op.reads) == 1
-        if is_view and not is_forward:
-            return
         if is_view:
-            self.views.setdefault(op.reads[0], []).append(bsym)
-        else:
-            readers = self.first if is_forward else self.later
-            for storage in op.reads:
-                readers.setdefault(storage, []).append(bsym)
-        if is_forward and len(op.makes) == 1 and op.repeat == "yes":
-            self.made[op.makes[0]] = bsym, op
+            if is_forward:
+                self.views.setdefault(op.reads[0], []).append(bsym)
+            return
+        self.reads[id(bsym)] = op.reads
+        readers = self.first if is_forward else self.later
+        for storage in op.reads:
+            readers.setdefault(storage, []).append(bsym)
+        if not is_forward or len(op.makes) != 1 or op.repeat != "yes":
+            return
+        (storage,) = op.makes
+        self.made[storage], self.makes[id(bsym)] = bsym, storage
+        is_of_those = _is_smooth(bsym) and not self.activated.isdisjoint(op.reads)
+        if is_of_those or _name(bsym.sym.name) in _ACTIVATIONS:
+            self.activated.add(storage)
 
     def found(self) -> Iterator[Compressible]:
         returned = returned_by(self.trace)
         stay = self.values.inputs | self.values.storages_of(returned.outputs)
-        for storage, (bsym, op) in self.made.items():
-            later = self.later.get(storage, ())
-            if storage in stay or not later or not self._is_worth_it(storage, bsym, op):
+        for storage, bsym in self.made.items():
+            if storage in stay or storage not in self.later or not self._is_costly(storage, bsym):
                 continue
-            first = self.first.get(storage, ())
-            exact = frozenset(id(r) for r in first if not _is_smooth(r))
-            if len(exact) == len(first) or not self._changes_little(storage):
+            smooth, exact = self._readers(storage)
+            if not smooth or not self._changes_little(storage, smooth):
                 continue
             views = self.views.get(storage, ())
             names = frozenset(o.name for view in views for o in view.flat_proxy_outs)
-            yield Compressible(op.results[0], names, exact)
+            yield Compressible(
+                bsym.flat_proxy_outs[0].name, names, frozenset(id(reader) for reader in exact)
+            )
 
-    def _changes_little(self, storage: int) -> bool:
-        """Tell whether smooth functions and products alone read a value in backward, and what those make of it."""
-        reached, stack = {storage}, [storage]
-        while stack:
-            found = stack.pop()
-            if not all(_is_tolerant(reader) for reader in self.later.get(found, ())):
+    def _readers(self, storage: int) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
+        """Return forward's readers of a value that activation functions are to read: those, and all others."""
+        smooth, exact = list[BoundSymbol](), list[BoundSymbol]()
+        for reader in self.first.get(storage, ()):
+            others = set(self.reads[id(reader)]) - {storage}
+            multiplies = _name(reader.sym.name) == "mul" and bool(others)
+            is_activation = _name(reader.sym.name) in _ACTIVATIONS or _is_cast(reader)
+            fits = is_activation or (multiplies and others <= self.activated)
+            (smooth if fits and _is_smooth(reader) else exact).append(reader)
+        return smooth, exact
+
+    def _changes_little(self, storage: int, smooth: Sequence[BoundSymbol]) -> bool:
+        """Tell whether what these readers make of a value, and backward of both, changes little with it."""
+        if not all(map(_is_of_backward, self.later.get(storage, ()))):
+            return False
+        for reader in smooth:
+            made = self.makes.get(id(reader))
+            if made is None:
                 return False
-            smooth = {id(r) for r in self.first.get(found, ()) if _is_smooth(r)}
-            new = {s for s, (maker, _) in self.made.items() if id(maker) in smooth} - reached
-            reached |= new
-            stack += new
+            if made in self.activated:
+                readers = self.first.get(made, ())
+                if not all(_is_cast(r) or _name(r.sym.name) in _OF_RESULTS for r in readers):
+                    return False
+                again = [r for r in readers if _is_smooth(r)]
+            else:  # a cast
+                again, others = self._readers(made)
+                if others:
+                    return False
+            if not self._changes_little(made, again):
+                return False
         return True
 
-    def _is_worth_it(self, storage: int, bsym: BoundSymbol, op: Op) -> bool:
+    def _is_costly(self, storage: int, bsym: BoundSymbol) -> bool:
         """Tell whether a value is large and costly to recompute, and can be stored row by row."""
-        if storage in self.values.written_at or len(op.results) != 1:
+        if storage in self.values.written_at or len(bsym.flat_proxy_outs) != 1:
             return False
-        if not _is_product(bsym):
-            made = (self.made.get(s) for s in op.reads)
-            if not _is_sum(bsym) or not any(each and _is_product(each[0]) for each in made):
-                return False
-        return _fills_rows(self.values.by_name[op.results[0]].layout)
+        if not _is_product(bsym) and not self._adds_products(bsym):
+            return False
+        return _fills_rows(self.values.by_name[bsym.flat_proxy_outs[0].name].layout)
+
+    def _adds_products(self, bsym: BoundSymbol) -> bool:
+        """Tell whether it adds results of products, which may be multiplied with numbers before."""
+        reads = self.reads[id(bsym)]
+        return _name(bsym.sym.name) == "add" and len(reads) > 1 and all(map(self._is_of_one, reads))
+
+    def _is_of_one(self, storage: int) -> bool:
+        maker = self.made.get(storage)
+        while maker is not None and not _is_product(maker):
+            reads = self.reads[id(maker)]
+            is_scaled = len(reads) == 1 and (_name(maker.sym.name) == "mul" or _is_cast(maker))
+            maker = self.made.get(reads[0]) if is_scaled else None
+        return maker is not None
 
 
 def _fills_rows(layout: Layout) -> bool:
@@ -161,10 +204,6 @@ def _is_product(bsym: BoundSymbol) -> bool:
     return _name(bsym.sym.name) in _PRODUCTS
 
 
-def _is_sum(bsym: BoundSymbol) -> bool:
-    return _name(bsym.sym.name) == "add"
-
-
 def is_smooth(symbol: str, dtype: str) -> bool:
     """Tell whether it is a function, element by element, whose result changes little with what it reads.
 
@@ -183,9 +222,14 @@ def _is_smooth(bsym: BoundSymbol) -> bool:
     return is_smooth(bsym.sym.name, dtype)
 
 
-def _is_tolerant(reader: BoundSymbol) -> bool:
-    """Tell whether it is such a function, or a product that makes gradients."""
-    return _is_smooth(reader) or _name(reader.sym.name) in _DERIVED
+def _is_cast(bsym: BoundSymbol) -> bool:
+    """Tell whether it converts to another floating dtype."""
+    return _is_smooth(bsym) and (bsym.sym.name == "to" or _name(bsym.sym.name) == "_to_copy")
+
+
+def _is_of_backward(reader: BoundSymbol) -> bool:
+    """Tell whether an operation of backward is a product that makes a gradient, or changes little."""
+    return _is_cast(reader) or _name(reader.sym.name) in _IN_BACKWARD
 
 
 def _name(symbol: str) -> str:

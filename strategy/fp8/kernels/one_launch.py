@@ -209,6 +209,7 @@ def dequantize_rows(q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
                     result,
                     rows,
                     columns,
+                    LARGEST=torch.finfo(dtype).max,
                     ROWS=_ROWS,
                     COLUMNS=_power_of_2(columns),
                     num_warps=_WARPS,

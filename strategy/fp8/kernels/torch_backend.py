@@ -272,7 +272,7 @@ def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def dequantize_rows(q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantise rows that have one scale each, a power of 2, and round once.
+    """Dequantise rows that have one scale each, a power of 2, and round once, to finite numbers.
 
     Args:
         q: fp8 `[rows, columns]`, contiguous.
@@ -285,7 +285,7 @@ def dequantize_rows(q: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
     with once_through_memory(q, scale_inv, result):
         for first, rows in cached(q, q.shape[0]):
             part = slice(first, first + rows)
-            result[part] = q[part].float().mul_(scale_inv[part])
+            result[part] = saturated(q[part].float().mul_(scale_inv[part]), dtype)
     return result
 
 

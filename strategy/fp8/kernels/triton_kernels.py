@@ -110,20 +110,29 @@ def dequantize_rows_kernel(
     x_ptr,
     rows,
     columns,
+    LARGEST: tl.constexpr,
     MAX: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write `ROWS` rows of a contiguous matrix, each with the inverse scale at its place, in the dtype of `x_ptr`."""
+    """Write `ROWS` rows of a contiguous matrix, each with the inverse scale at its place, in the dtype of `x_ptr`.
+
+    `LARGEST` is that dtype's largest number: none is infinite. NaN stays NaN.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     is_inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row[:, None] * columns + column[None, :]
     number = _of_fp8(tl.load(q_ptr + at, mask=is_inside, other=0), MAX, MANTISSA_BITS, BIAS)
     scale_inv = tl.load(scale_inv_ptr + row, mask=row < rows, other=0.0)
-    tl.store(x_ptr + at, number * scale_inv[:, None], mask=is_inside)
+    x = number * scale_inv[:, None]
+    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    if x_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(x_ptr + at, _to_bfloat16(x), mask=is_inside)
+    else:
+        tl.store(x_ptr + at, x, mask=is_inside)
 
 
 @triton.jit
@@ -144,6 +153,14 @@ def _float32(x):
         widened = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return widened.to(tl.float32, bitcast=True)
     return x.to(tl.float32)
+
+
+@triton.jit
+def _to_bfloat16(x):
+    """Round to the nearest, ties to even; by bits, as `_float32`, and with NaN of the device's own bits."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
