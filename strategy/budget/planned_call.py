@@ -25,9 +25,9 @@ from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.added_gradients import added_if_given
 from thunder_memsave.ops.table import place_of_rows_per_tile
 from thunder_memsave.ops.updated_parameters import Update
-from thunder_memsave.passes.compress import with_choices
 from thunder_memsave.passes.overlap.room import Room
 from thunder_memsave.passes.step import CopyTerms, Step, Traces, try_steps
+from thunder_memsave.passes.stored.compress import with_choices
 from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.passes.tiles.loss_tiles import divide_loss_tiles
 from thunder_memsave.planner.actions import Actions

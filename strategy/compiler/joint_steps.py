@@ -16,12 +16,12 @@ from thunder_memsave.compiler.fuse import fuses_as_planned
 from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.recorded_joint import taken_apart
 from thunder_memsave.passes.absent_gradients import without_zeros
-from thunder_memsave.passes.compress import as_planned
 from thunder_memsave.passes.drop_unread import drop_unread
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.overlap.early_reductions import reduce_early
 from thunder_memsave.passes.recompute import recompute
 from thunder_memsave.passes.regather import dequantize_at_use, regather, regather_forward
+from thunder_memsave.passes.stored.compress import as_planned
 from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.passes.tiles.tile_rows import tile_rows
 from thunder_memsave.progress import stage

@@ -10,8 +10,8 @@ from thunder.executors.passes import del_last_used
 
 from thunder_memsave.budget.extract import Values, is_bookkeeping, profiles, returned_by
 from thunder_memsave.compiler.state import State
-from thunder_memsave.passes.offload import Offloaded, offload_backward, offload_forward
 from thunder_memsave.passes.step import CopyTerms
+from thunder_memsave.passes.stored.offload import Offloaded, offload_backward, offload_forward
 from thunder_memsave.passes.symbols import is_tensor
 from thunder_memsave.planner.offload.place import place
 from thunder_memsave.planner.simulate import simulate

@@ -1,6 +1,7 @@
 """Actions say what happens between forward and backward to the storages that backward needs; a plan maps them.
 
-A new action, such as one that keeps a value in fewer bits, changes:
+A value that a plan may keep in fewer bits has no action of its own: the trace says what that would be
+(`passes/stored/compress.py`), and a plan keeps or recomputes its parts. A new action changes:
 
 - this file: its kind, and its parameters;
 - `order.py` and `fast_simulate.py`: the lifetimes of its copies;

@@ -17,7 +17,7 @@ from thunder_memsave.compiler import offload as step_module
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.compiler.cuda_graphs.refusals import reasons
 from thunder_memsave.config import MemoryConfig
-from thunder_memsave.passes.offload import Offloaded, offload_backward, offload_forward
+from thunder_memsave.passes.stored.offload import Offloaded, offload_backward, offload_forward
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.offload.engines import CopyRates
 from thunder_memsave.planner.search.mixes import OffloadTerms

@@ -1,6 +1,6 @@
 """Lets a plan choose between keeping a value, keeping it in fp8, and recomputing it.
 
-Of a trace with choices (`passes/compress.py`):
+Of a trace with choices (`passes/stored/compress.py`):
 
     t1 = aten_mm(x, w)
     t1_same, t1_fp8, t1_scale = compress_to_fp8(t1)

@@ -27,7 +27,7 @@ from thunder_memsave.fp8.compressed import BLOCK
 from thunder_memsave.measure.layouts import Layout, numel_of
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.aten_operators import find_operator
-from thunder_memsave.passes.compress import Compressible
+from thunder_memsave.passes.stored.compress import Compressible
 from thunder_memsave.passes.symbols import forward_symbols, is_joint
 from thunder_memsave.planner.graph import StorageKind
 
