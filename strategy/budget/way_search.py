@@ -162,14 +162,16 @@ class WaySearch:
 
     def _compressed(self, tried: Tried) -> Tried:
         """Store values in fp8 where that takes less time than to recompute what has no room beside them."""
-        if not self._may_compress or tried.attempt.way.compresses or not tried.offer.plan.added_us:
+        if not self._may_compress or tried.attempt.way.compresses:
+            return tried
+        if not self._is_on_any(_added_us(tried) > 0):
             return tried
         attempt = self._in_way(replace(tried.attempt.way, compresses=True))
         if attempt is None:
             return tried
         other = self._tried(attempt)
-        is_quicker = other.offer.plan.added_us < tried.offer.plan.added_us
-        return other if other.run.more_bytes <= 0 and is_quicker else tried
+        is_slower = _added_us(other) >= _added_us(tried)
+        return tried if other.run.more_bytes > 0 or self._is_on_any(is_slower) else other
 
     def _in_way(self, way: Way) -> Attempt | None:
         """Return the call in a way; None: a rank has no such tiles."""
@@ -187,3 +189,10 @@ class WaySearch:
 def _are_alike(one: Way, other: Way) -> bool:
     """Tell whether two ways run the same operations, but for the tiles of losses."""
     return (one.is_tiled, one.compresses) == (other.is_tiled, other.compresses)
+
+
+def _added_us(tried: Tried) -> float:
+    """Return the time that a plan adds to a step as it runs, on this rank."""
+    plan = tried.run.call.plan
+    assert plan is not None
+    return plan.added_us

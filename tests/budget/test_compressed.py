@@ -27,6 +27,8 @@ from thunder_memsave.errors import BudgetError
 from thunder_memsave.fp8.kernels import casting
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import COMPRESS, DECOMPRESS
+from thunder_memsave.planner.offload.engines import CopyRates
+from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.sharding.rows import shard_module
 
 WIDTH, TOKENS = 64, 128
@@ -110,6 +112,7 @@ def step(
     *,
     dtype: torch.dtype = torch.float32,
     fusion: bool = False,
+    offload: OffloadTerms | None = None,
     **memory: Any,
 ) -> Ran:
     torch.manual_seed(0)
@@ -118,7 +121,9 @@ def step(
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("low" in name or "high" in name)
     x = torch.randn(4, TOKENS // 4, WIDTH).to(dtype)
-    planner = MemoryPlanner(MemoryConfig(**memory), device=SLOW, budget_bytes=budget_bytes)
+    planner = MemoryPlanner(
+        MemoryConfig(**memory), device=SLOW, budget_bytes=budget_bytes, offload=offload
+    )
     module = CompiledModule(model, planner=planner, config=CompileConfig(fusion=fusion))
 
     def run() -> Tensor:
@@ -185,6 +190,23 @@ def test_where_all_fits_numbers_are_exact() -> None:
     assert stored.counts[COMPRESS] == 0
     for mine, others in zip(stored.gradients, kept.gradients, strict=True):
         assert torch.equal(mine, others)
+
+
+def test_with_copies_to_the_host_the_quicker_plan_is_taken() -> None:
+    rates = CopyRates(bytes_per_s=2e8, copy_us=5.0)
+    terms = OffloadTerms(rates=rates, host_bytes=2**30, least_bytes=1024)
+    kept = step("llama", None, policy="keep_all")
+    for part in (0.02, 0.1):
+        budget_bytes = between(kept, "llama", part, offload=terms)
+        exact = step("llama", budget_bytes, offload=terms)
+        either = step("llama", budget_bytes, offload=terms, compress="fp8")
+        assert exact.call.plan is not None
+        assert either.call.plan is not None
+        assert either.call.plan.added_us <= exact.call.plan.added_us
+        assert either.call.plan.actions.offloaded
+        assert either.measured_bytes == either.predicted_bytes
+        assert either.call.profile.peak_bytes <= budget_bytes
+        assert torch.equal(either.loss, kept.loss)
 
 
 class Linear(nn.Module):
