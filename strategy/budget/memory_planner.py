@@ -323,7 +323,13 @@ class MemoryPlanner:
             data_parallel=self._data_parallel,
             may_compress=self._memory.compress == "fp8",
         )
-        return search.best()
+        found = search.best()
+        if found.attempt.way.compresses and self.device.name == "cpu":
+            _log.warning(
+                "this plan stores activations in fp8 (memory.compress), and a CPU converts to fp8 and back so slowly "
+                "that steps took longer than with recomputation where both were measured; leave memory.compress out."
+            )
+        return found
 
     def _tried(self, attempt: Attempt, structure: str) -> Tried:
         """Try plans until the traces that run fit, or the smallest does not: later passes move the peak."""

@@ -298,12 +298,15 @@ def test_where_sums_could_cancel_or_jump_nothing_is_stored_in_fp8(
     assert {len(values) for values in seen} == {num_values if build is Linear else 0}
 
 
-def test_a_table_says_what_is_in_fp8() -> None:
+def test_a_table_says_what_is_in_fp8_and_the_log_that_a_cpu_is_slow(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kept = step("llama", None, policy="keep_all")
     stored = step("llama", between(kept, "llama", 0.15), compress="fp8")
     assert stored.call.plan is not None
     reasons = {decision.reason for decision in stored.call.plan.decisions}
     assert "in fp8 meanwhile: faster than to recompute" in reasons
+    assert "leave memory.compress out" in caplog.text
 
 
 def check_on_rank(rank: int) -> None:
