@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from harness.distributed import run_on_ranks
 from harness.memory import measured_peak_bytes
+from harness.predicted_peaks import planned_bytes
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.budget.ways import compressible
@@ -97,11 +98,6 @@ class Ran:
     measured_bytes: int
 
     @property
-    def predicted_bytes(self) -> int:
-        held = sum(self.call.program.storages[s].nbytes for s in self.call.program.held)
-        return self.call.profile.peak_bytes - held - self.call.memory.other_bytes
-
-    @property
     def counts(self) -> Counter[str]:
         return Counter(step.op.symbol for step in self.call.program.steps)
 
@@ -173,7 +169,7 @@ def test_plans_store_values_in_fp8_where_that_is_quicker(
     assert stored.call.plan.added_us < exact.call.plan.added_us
     for each in (exact, stored):
         assert each.call.profile.peak_bytes <= budget_bytes
-        assert each.measured_bytes == each.predicted_bytes
+        assert each.measured_bytes == planned_bytes(each.call)
         assert torch.equal(each.loss, kept.loss)  # forward reads what it made
     for mine, others in zip(exact.gradients, kept.gradients, strict=True):
         assert torch.equal(mine, others)
@@ -204,7 +200,7 @@ def test_with_copies_to_the_host_the_quicker_plan_is_taken() -> None:
         assert either.call.plan is not None
         assert either.call.plan.added_us <= exact.call.plan.added_us
         assert either.call.plan.actions.offloaded
-        assert either.measured_bytes == either.predicted_bytes
+        assert either.measured_bytes == planned_bytes(either.call)
         assert either.call.profile.peak_bytes <= budget_bytes
         assert torch.equal(either.loss, kept.loss)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.memory import measured_peak_bytes
+from harness.predicted_peaks import planned_bytes
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.planned_call import PlannedCall
 from thunder_memsave.compiler.compile_call import Compiled
@@ -70,8 +71,7 @@ class Ran:
     @property
     def predicted_bytes(self) -> int:
         """The plan's peak beside what the caller holds."""
-        held = sum(self.call.program.storages[s].nbytes for s in self.call.program.held)
-        return self.call.profile.peak_bytes - held - self.call.memory.other_bytes
+        return planned_bytes(self.call)
 
     @property
     def num_regions(self) -> int:
