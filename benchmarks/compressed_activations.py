@@ -24,9 +24,9 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gpu.models import smallest_bytes
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.budget.planned_call import PlannedCall
-from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.graph import COMPRESS
 
 RESULTS = Path(__file__).parent / "results"
@@ -67,7 +67,7 @@ def report(repeats: int) -> Iterator[str]:
     kept = made(policy="keep_all")
     exact = kept.step()
     kept_bytes = kept.call.profile.peak_bytes
-    least_bytes = smallest_bytes()
+    least_bytes = smallest_bytes(lambda nbytes: made(budget=nbytes))
     yield say(
         f"torch {torch.__version__}, transformers {transformers.__version__}, one thread: a Llama of {LAYERS} layers, "
         f"{WIDTH} features, {ROWS} x {LENGTH} tokens, float32."
@@ -122,17 +122,6 @@ def made(**memory: Any) -> Setting:
     (compiled,) = strategy._modules
     assert compiled.planner is not None
     return Setting(step, compiled.planner.calls[-1])
-
-
-def smallest_bytes() -> int:
-    """Return the smallest budget for which a plan is found."""
-    found: int | None = None
-    try:
-        made(budget=10**6)
-    except BudgetError as error:
-        found = error.smallest_bytes
-    assert found is not None, "no step fits a megabyte"
-    return found
 
 
 def timed(settings: dict[str, Setting], repeats: int) -> dict[str, float]:

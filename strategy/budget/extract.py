@@ -103,19 +103,15 @@ def training_graph(
     """
     values = Values(trace.args, kinds or {}, tensors or {}, known or profiles())
     symbols = trace.bound_symbols
-    forward = forward_symbols(symbols)
-    order = sorted(range(len(symbols)), key=lambda i: id(symbols[i]) not in forward)
-    cotangents = _cotangents(symbols, values)
+    cotangents = add_cotangents(symbols, values)
     ops: list[Op] = []
     num_forward, fusing = 0, set[int]()
-    for index in order:
-        if not is_bookkeeping(symbols[index]):
-            is_forward = id(symbols[index]) in forward
-            num_forward += is_forward
-            kind: StorageKind = "activation" if is_forward else "temporary"
-            if fuses(symbols[index], values):
-                fusing.add(len(ops))
-            ops.append(values.run(symbols[index], index, kind).op)
+    for index, is_forward in forward_first(symbols):
+        num_forward += is_forward
+        kind: StorageKind = "activation" if is_forward else "temporary"
+        if fuses(symbols[index], values):
+            fusing.add(len(ops))
+        ops.append(values.run(symbols[index], index, kind).op)
     returned = returned_by(trace)
     gradients = values.storages_of(returned.gradients) - values.inputs
     values.set_kind(gradients, "gradient")
@@ -378,7 +374,16 @@ def is_bookkeeping(bsym: BoundSymbol) -> bool:
     return bsym.sym.id in _BOOKKEEPING or bsym.sym is prims.python_del or bsym.sym.name in _NAMES
 
 
-def _cotangents(symbols: Sequence[BoundSymbol], values: Values) -> list[int]:
+def forward_first(symbols: Sequence[BoundSymbol]) -> Iterator[tuple[int, bool]]:
+    """Yield the index of each symbol of a joint trace that runs, and whether it is forward's, which come first."""
+    forward = forward_symbols(symbols)
+    for index in sorted(range(len(symbols)), key=lambda i: id(symbols[i]) not in forward):
+        if not is_bookkeeping(symbols[index]):
+            yield index, id(symbols[index]) in forward
+
+
+def add_cotangents(symbols: Sequence[BoundSymbol], values: Values) -> list[int]:
+    """Add the gradients that the caller passes for the outputs of a joint trace; return their storages."""
     return [values.add_cotangent(b.output) for b in symbols if b.sym.id is PrimIDs.GET_GRAD]
 
 

@@ -22,13 +22,13 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch import Tensor
 
-from thunder_memsave.budget.extract import Values, is_bookkeeping, returned_by
+from thunder_memsave.budget.extract import Values, add_cotangents, forward_first, returned_by
 from thunder_memsave.fp8.compressed import BLOCK
 from thunder_memsave.measure.layouts import Layout, numel_of
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.ops.aten_operators import find_operator
 from thunder_memsave.passes.stored.compress import Compressible
-from thunder_memsave.passes.symbols import forward_symbols, is_joint
+from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.planner.graph import StorageKind
 
 LEAST_BYTES = 2**20
@@ -39,7 +39,7 @@ _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolut
 _ACTIVATIONS = frozenset({"silu", "gelu", "sigmoid", "tanh", "softplus", "mish"})
 _SMOOTH = _ACTIVATIONS | {"mul", "_to_copy"}
 _OF_RESULTS = _SMOOTH | _PRODUCTS | {"native_dropout"}
-"""What may read in forward what activation functions make of a value."""
+"""Operators that may read in forward what activation functions make of a value."""
 _IN_BACKWARD = (
     _SMOOTH | _PRODUCTS | {"convolution_backward"} | {f"{name}_backward" for name in _ACTIVATIONS}
 )
@@ -89,13 +89,9 @@ class _Seen:
     @classmethod
     def of(cls, trace: TraceCtx, values: Values) -> _Seen:
         seen, symbols = cls(trace, values), trace.bound_symbols
-        forward = forward_symbols(symbols)
-        for bsym in symbols:
-            if bsym.sym.name == "get_grad":
-                values.add_cotangent(bsym.output)
-        for index in sorted(range(len(symbols)), key=lambda i: id(symbols[i]) not in forward):
-            if not is_bookkeeping(symbols[index]):
-                seen._add(symbols[index], index, id(symbols[index]) in forward)
+        add_cotangents(symbols, values)
+        for index, is_forward in forward_first(symbols):
+            seen._add(symbols[index], index, is_forward)
         return seen
 
     def _add(self, bsym: BoundSymbol, index: int, is_forward: bool) -> None:

@@ -33,7 +33,7 @@ Forward reads `t1_same`, so that what compresses is forward's by the rule of Thu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from thunder.core import dtypes
@@ -45,7 +45,7 @@ from thunder_memsave.fp8.compressed import compress, decompress
 from thunder_memsave.passes.drop_unread import drop_unread
 from thunder_memsave.passes.recompute import PREFIX
 from thunder_memsave.passes.symbols import emptied, forward_symbols, renamed
-from thunder_memsave.planner.actions import Actions
+from thunder_memsave.planner.actions import Action, Actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,52 +64,44 @@ def with_choices(trace: TraceCtx, values: Collection[Compressible]) -> TraceCtx:
     if not values:
         return trace
     new = emptied(trace)
-    by_name = {each.name: each for each in values}
-    view_of = {view: each for each in values for view in each.views}
+    names = {each.name for each in values}
+    views = frozenset().union(*(each.views for each in values))
+    exact = frozenset().union(*(each.exact for each in values))
     again: dict[str, Proxy] = {}
-    """What stands for a value or a view of it, where other numbers may be read."""
+    """Proxies that stand for a value or a view of it where other numbers may be read, by its name."""
     same: dict[str, Proxy] = {}
-    """What stands for a value everywhere else."""
+    """Proxies that stand for a value everywhere else."""
     symbols: list[BoundSymbol] = []
     with tracectx(new):
         for bsym in trace.bound_symbols[:-1]:
-            views = [o.name for o in bsym.flat_proxy_outs if o.name in view_of]
-            if views:
-                symbols.append(renamed(bsym, same, skip_output=True))
+            is_view = any(o.name in views for o in bsym.flat_proxy_outs)
+            reads = same if is_view or id(bsym) in exact else again
+            symbols.append(renamed(bsym, reads, skip_output=True))
+            if is_view:
                 symbols.append(_view_again(bsym, again))
-            else:
-                names = same if _is_exact(bsym, by_name, view_of) else {**same, **again}
-                symbols.append(renamed(bsym, names, skip_output=True))
-            for each in (by_name[o.name] for o in bsym.flat_proxy_outs if o.name in by_name):
-                made = _stored(bsym, each.name)
-                symbols += made
-                same[each.name], again[each.name] = made[0].output[0], made[1].output
+            for value in (o for o in bsym.flat_proxy_outs if o.name in names):
+                stores, makes = _stored(bsym, value)
+                symbols += (stores, makes)
+                same[value.name], again[value.name] = stores.output[0], makes.output
     new.bound_symbols = [*symbols, trace.bound_symbols[-1]]
     new.set_provenance(TraceProvenance("Joint pass compress"))
     return drop_unread(new)  # views that only what stands for them was read for
 
 
-def _is_exact(
-    bsym: BoundSymbol,
-    by_name: Mapping[str, Compressible],
-    view_of: Mapping[str, Compressible],
-) -> bool:
-    read = (by_name.get(a.name) or view_of.get(a.name) for a in bsym.flat_proxy_args)
-    return any(each is not None and id(bsym) in each.exact for each in read)
-
-
-def _stored(producer: BoundSymbol, name: str) -> tuple[BoundSymbol, BoundSymbol]:
+def _stored(producer: BoundSymbol, value: Proxy) -> tuple[BoundSymbol, BoundSymbol]:
     """Return what stores a value, and what makes it again."""
-    (value,) = (o for o in producer.flat_proxy_outs if o.name == name)
     assert isinstance(value, TensorProxy)
     _, quantized, scale_inv = compress.meta(value)
-    parts = (quantized.replace_name(f"{name}_fp8"), scale_inv.replace_name(f"{name}_scale"))
-    stores = compress.bind(value, output=(value.replace_name(f"{name}_same"), *parts))
+    parts = (
+        quantized.replace_name(f"{value.name}_fp8"),
+        scale_inv.replace_name(f"{value.name}_scale"),
+    )
+    stores = compress.bind(value, output=(value.replace_name(f"{value.name}_same"), *parts))
     makes = decompress.bind(
         *parts,
         tuple(value.shape),
         dtypes.to_torch_dtype(value.dtype),
-        output=value.replace_name(f"{name}_again"),
+        output=value.replace_name(f"{value.name}_again"),
     )
     for bsym in (stores, makes):
         bsym.tags.update(producer.tags)
@@ -136,36 +128,31 @@ def as_planned(trace: TraceCtx, actions: Actions) -> tuple[TraceCtx, Actions]:
         The trace, and actions for what is left of its values.
     """
     symbols = trace.bound_symbols
-    forward = forward_symbols(symbols)
-    choices = list(_choices([b for b in symbols if id(b) in forward]))
-    if not choices:
+    if not any(bsym.sym.id == compress.id for bsym in symbols):
         return trace, actions
+    forward = forward_symbols(symbols)
     defined = {o.name: o for b in symbols for o in b.flat_proxy_outs}
     in_forward: dict[str, Proxy] = {}
-    in_backward: dict[str, Proxy] = {}
-    instead: dict[str, str] = {}
-    """The values themselves, by the names of those that would have been made again."""
-    for each in choices:
+    of_clones: dict[str, Proxy] = {}
+    moved: dict[str, Action] = {}
+    """Actions of the values themselves, where they would have been made again."""
+    for each in _choices([b for b in symbols if id(b) in forward]):
         recomputed = defined.get(f"{PREFIX}{each.value.name}", each.value)
+        of_clones[f"{PREFIX}{each.same.name}"] = recomputed
         if each.is_stored(actions):
             in_forward[each.again.name] = each.same
-        else:
-            instead[each.again.name] = each.value.name
-            for name in (each.again.name, each.same.name):
-                in_forward[name] = each.value
-                in_backward[f"{PREFIX}{name}"] = recomputed
-        in_backward[f"{PREFIX}{each.same.name}"] = recomputed
+            continue
+        in_forward[each.again.name] = in_forward[each.same.name] = each.value
+        of_clones[f"{PREFIX}{each.again.name}"] = recomputed
+        if each.again.name in actions:
+            moved[each.value.name] = actions[each.again.name]
+    in_backward = {**in_forward, **of_clones}
     new = emptied(trace)
     new.bound_symbols = [
-        renamed(
-            b,
-            in_forward if id(b) in forward else {**in_forward, **in_backward},
-            skip_output=True,
-        )
+        renamed(b, in_forward if id(b) in forward else in_backward, skip_output=True)
         for b in symbols
     ]
     new.set_provenance(TraceProvenance("Joint pass compress"))
-    moved = {instead[name]: actions[name] for name in instead if name in actions}
     return drop_unread(new), Actions({**actions, **moved})
 
 
