@@ -138,10 +138,10 @@ class MemoryConfig(Section):
     """Names of modules, or patterns such as `model.layers.1?`: their large frozen weights stay in page-locked memory
     of the host, and are copied to the device for each use, beside what computes. For one process, without fp8."""
 
-    optimizer_in_backward: bool = False
+    optimizer_in_backward: Literal["auto"] | bool = False
     """Update each parameter in backward, as soon as its gradient is there, so that the gradients of all are never there
     at once. With the bits of `optimizer.step()`, which then has nothing left to do. For steps of one micro-batch
-    whose gradients are not clipped, and models that are one graph."""
+    whose gradients are not clipped, and models that are one graph. `auto` does so where no plan fits otherwise."""
 
     host_budget: Literal["auto"] | Bytes = "auto"
     """Memory of the host for `offload`, for each process: bytes; `auto` is half of what is free."""
@@ -417,7 +417,7 @@ class StrategyConfig(StrategySection):
                 "numbers of their weights: leave out fp8, or write fp8.frozen_weights: fp8 in place of it.",
                 key="model.frozen_weights",
             )
-        if self.memory.optimizer_in_backward:
+        if self.memory.optimizer_in_backward is True:
             _refuse_with_updates(self)
 
     @property

@@ -229,16 +229,11 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
             config=self.config,
             data_parallel=self.data_parallel,
             device=self.root_device,
-            step_memory=self._step_memory,
-            states=self._counted.states,
+            counted=self._counted,
             updates=self._updates if self.config.memory.optimizer_in_backward else None,
             available_bytes=self.available_bytes,
             ranks_per_node=self.num_processes,
         )
-
-    def _step_memory(self) -> StepMemory:
-        """Count a step with the optimizers set up so far; set them up before the model's first call."""
-        return self._counted.memory(has_budget=self._module_setup.budget_bytes is not None)
 
     @override
     def _before_states(self) -> None:
@@ -272,6 +267,11 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
     def budget_bytes(self) -> int | None:
         """Bytes that a step may take on each device; None without a limit."""
         return self._module_setup.budget_bytes
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether backward updates weights: `memory.optimizer_in_backward` says so, or a plan does with `auto`."""
+        return self._updates.is_on
 
     def explain(self, *, num_rows: int = 40, passes: bool = False) -> str:
         """Return the plan as text: what is kept for backward and what is recomputed, with source lines.
@@ -316,8 +316,9 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         """
         fit_optimizer(optimizer, self.config.memory)
         self._optimizers.add(optimizer)
-        if self.config.memory.optimizer_in_backward:
-            update_in_backward(optimizer, self._updates, self.precision, self._modules)
+        if asked := self.config.memory.optimizer_in_backward:
+            context = self.precision, self._modules
+            update_in_backward(optimizer, self._updates, *context, is_asked=asked is True)
         return super().setup_optimizer(optimizer)
 
     @override

@@ -16,6 +16,7 @@ from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.extract import Fuses, nothing_fuses, profiles
 from thunder_memsave.budget.limits import Limit
 from thunder_memsave.budget.offload.last_resort import LastResort, best_of
+from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
 from thunder_memsave.budget.offload.terms import beside_states
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
@@ -84,6 +85,7 @@ class MemoryPlanner:
         by_transformer_engine: bool = False,
         offload: OffloadTerms | None = None,
         last_resort: LastResort | None = None,
+        updates: OfferedUpdates | None = None,
     ) -> None:
         """Store what plans depend on besides the call.
 
@@ -99,6 +101,7 @@ class MemoryPlanner:
             by_transformer_engine: Whether it computes the fp8 products, in a workspace of its own.
             offload: On which plans may copy values to the host; None: they do not.
             last_resort: What may go to the host where no plan fits without; None: nothing.
+            updates: Those that backward may make where no plan fits without; None: there are none.
         """
         self._memory = memory
         self.device = device
@@ -107,6 +110,7 @@ class MemoryPlanner:
         self._step_memory = step_memory
         self._device_type = device_type
         self._times, self._offload, self._last_resort = times, offload, last_resort
+        self._updates = updates
         self._te_bytes = te_workspace_bytes(device) if by_transformer_engine else 0
         self.profiles = profiles(scratch=self._scratch, device_type=device_type)
         self._agreed: dict[str, Run] = {}
@@ -291,6 +295,7 @@ class MemoryPlanner:
             self._last_resort,
             self._best,
             self._about_bytes,
+            updates=self._updates,
             budget_bytes=self._budget_bytes,
             data_parallel=self._data_parallel,
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch.optim import Optimizer
 
 from thunder_memsave.budget.offload.last_resort import States
+from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
 from thunder_memsave.fabric.accumulation import Accumulation
 from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
@@ -17,6 +19,7 @@ from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.optim.in_backward import KEY, UpdatesInBackward
 from thunder_memsave.optim.on_host import states_on_host
 from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.gradients import clip_norm
 
 _log = logging.getLogger(__name__)
@@ -38,12 +41,29 @@ class CountedStep:
         memory = partial(self.memory, has_budget=True, on_host=True)
         return States(memory=memory, move=self._move_states)
 
-    def memory(self, *, has_budget: bool, on_host: bool = False) -> StepMemory:
+    @property
+    def offered(self) -> OfferedUpdates:
+        """The updates of the optimizers, which backward may make."""
+        return OfferedUpdates(self._with_updates, self.updates.take)
+
+    def _with_updates(self, on_host: bool) -> StepMemory | None:
+        """Measure a step's memory with updates in backward; None: none are offered, or gradients are accumulated."""
+        updates = self.updates
+        if updates.is_on or not updates.may_be_taken or self.accumulation.was_used:
+            return None
+        with suppress(ConfigError, StepMemoryError):
+            return self.memory(has_budget=True, on_host=on_host, in_backward=True)
+        return None
+
+    def memory(
+        self, *, has_budget: bool, on_host: bool = False, in_backward: bool = False
+    ) -> StepMemory:
         """Measure a step's memory with the optimizers so far.
 
         Args:
             has_budget: Whether plans are limited.
             on_host: Whether to count all states as on the host.
+            in_backward: Whether to count updates as made in backward.
 
         Raises:
             StepMemoryError: an optimizer's memory cannot be found; only a warning where there is no budget, or the
@@ -60,7 +80,7 @@ class CountedStep:
                 between_bytes=self.caller.between_bytes,
                 loss_allocations=self.caller.loss_allocations,
                 change=states_on_host if on_host else None,
-                one_by_one=UpdatesInBackward() if self.updates.is_on else None,
+                one_by_one=UpdatesInBackward() if in_backward or self.updates.is_on else None,
             )
         except StepMemoryError as error:
             if has_budget and not self.caller.other_bytes:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.budget.offload.last_resort import LastResort, States
+from thunder_memsave.budget.offload.last_resort import LastResort
 from thunder_memsave.budget.offload.terms import check_states_fit, check_weights_fit, offload_terms
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.config import Fp8Config, StrategyConfig
 from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
 from thunder_memsave.distributed.data_parallel import DataParallel
+from thunder_memsave.fabric.counted_step import CountedStep
 from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.fabric.refusals import refuse_unsuitable
 from thunder_memsave.fp8.compute.backends import choose_backend
@@ -51,10 +52,8 @@ class ModuleSetup:
     config: StrategyConfig
     data_parallel: DataParallel | None
     device: torch.device
-    step_memory: Callable[[], StepMemory]
-    """Measures what a step holds beside the model's graph; called when a plan is made."""
-    states: States
-    """States of the optimizers of its steps."""
+    counted: CountedStep
+    """What a step holds beside the model's graph, with the optimizers so far: asked when a plan is made."""
     updates: UpdatesInBackward | None = None
     """Updates parameters in backward; None: nothing does."""
     available_bytes: int | None = None
@@ -96,16 +95,21 @@ class ModuleSetup:
         """Keep optimizer states that the device cannot hold on the host, before they are loaded. A collective."""
         resort, budget_bytes = self._last_resort(), self.budget_bytes
         if resort is not None and budget_bytes is not None:
-            memory = self.step_memory()
+            memory = self._memory()
             resort.make_room(
-                modules, memory, budget_bytes=budget_bytes, data_parallel=self.data_parallel
+                modules,
+                memory,
+                updates=self.counted.offered,
+                budget_bytes=budget_bytes,
+                data_parallel=self.data_parallel,
             )
 
     @property
     def _may_be_split(self) -> bool:
         """Whether what cannot be one graph runs in pieces: not where a promise would not hold."""
         config = self.config
-        promises = config.fullgraph, config.cuda_graphs is True, config.memory.optimizer_in_backward
+        updates = config.memory.optimizer_in_backward is True
+        promises = config.fullgraph, config.cuda_graphs is True, updates
         return not (any(promises) or config.fp8 is not None)
 
     def _agree(self, module: nn.Module) -> None:
@@ -182,6 +186,7 @@ class ModuleSetup:
             by_transformer_engine=backend == "transformer_engine",
             offload=offload,
             last_resort=resort,
+            updates=self.counted.offered,
         )
 
     def _offload(self) -> OffloadTerms | None:
@@ -195,17 +200,20 @@ class ModuleSetup:
         return LastResort.of(
             self.config.memory,
             device_at(self.device),
-            self.states,
+            self.counted.states,
             free_bytes=self._free_host_bytes,
             streams=self.config.fp8 is None,
         )
+
+    def _memory(self) -> StepMemory:
+        return self.counted.memory(has_budget=self.budget_bytes is not None)
 
     def _step_memory(self) -> Callable[[], StepMemory]:
         """Return what finds the bytes that a step holds besides, and refuses states that do not fit the host."""
         free_bytes = self._free_host_bytes  # as it is now: later the states take some of it
 
         def found() -> StepMemory:
-            memory = self.step_memory()
+            memory = self._memory()
             check_states_fit(self.config.memory, memory.host_bytes, free_bytes=free_bytes)
             return memory
 

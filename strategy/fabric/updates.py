@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from lightning.fabric.plugins import Precision
@@ -15,6 +16,7 @@ from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.fabric.nonfinite import refuse_scaler
 from thunder_memsave.optim.in_backward import KEY, UpdatesInBackward
+from thunder_memsave.settings.problems import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -24,12 +26,19 @@ def update_in_backward(
     updates: UpdatesInBackward,
     precision: Precision,
     modules: Iterable[ForwardModule],
+    *,
+    is_asked: bool,
 ) -> None:
-    """Let an optimizer update in backward from now on.
+    """Let an optimizer update in backward from now on, or offer it to plans where that is not asked for.
 
     Raises:
-        ConfigError: it cannot, or the precision has a gradient scaler.
+        ConfigError: it cannot, or the precision has a gradient scaler, and it is asked for.
     """
+    if not is_asked:
+        with suppress(ConfigError):
+            refuse_scaler(precision)
+            updates.offer(optimizer)
+        return
     refuse_scaler(precision)
     updates.add(optimizer)
     if any(c.backward_traces for module in modules for c in module.captures):

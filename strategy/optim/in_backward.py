@@ -61,14 +61,33 @@ class UpdatesInBackward:
         """The optimizer of each parameter, by its `id`, which is the parameter's as long as the optimizer lives."""
         self._expected: weakref.WeakSet[Expected] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[Optimizer, _Step] = weakref.WeakKeyDictionary()
+        self._is_taken = False
 
     @property
     def is_on(self) -> bool:
         """Whether an optimizer updates in backward."""
+        return self._is_taken and self.may_be_taken
+
+    @property
+    def may_be_taken(self) -> bool:
+        """Whether an optimizer does so, or would if it were asked to (`take`)."""
         return any(owner() is not None for owner in self._owners.values())
+
+    def take(self) -> None:
+        """Let the optimizers that were offered update in backward from now on."""
+        self._is_taken = True
 
     def add(self, optimizer: Optimizer) -> None:
         """Let an optimizer update in backward from now on.
+
+        Raises:
+            ConfigError: as for `offer`.
+        """
+        self.offer(optimizer)
+        self.take()
+
+    def offer(self, optimizer: Optimizer) -> None:
+        """Let an optimizer update in backward once it is asked to.
 
         Raises:
             ConfigError: it is not known that it updates each parameter by itself, or another one has a parameter of

@@ -1,1 +1,4 @@
-"""The terms on which plans may copy values to the host: settings and rates in, what the planner takes out."""
+"""What a plan may do where it does not fit: copy values, states, weights to the host, or update weights in backward.
+
+In: settings and rates. Out: the terms of the planner, and attempts with more and more of these.
+"""

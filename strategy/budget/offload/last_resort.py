@@ -1,16 +1,20 @@
-"""Says what `memory.offload: auto` lets a plan copy to the host where none fits without: activations, states, both."""
+"""Says what `auto` lets a plan do where none fits without: copy activations, states or both to the host.
+
+Each without updates in backward (`memory.optimizer_in_backward`), then with them.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from torch import Tensor, nn
 
 from thunder_memsave.budget.agreed import largest
+from thunder_memsave.budget.offload.offered_updates import OfferedUpdates, most_freed
 from thunder_memsave.budget.offload.streamed import streaming
 from thunder_memsave.budget.offload.terms import check_states_fit, host_budget, offload_terms
 from thunder_memsave.budget.planned_call import Attempt
@@ -24,6 +28,9 @@ from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.settings.problems import ConfigError
 
 _log = logging.getLogger(__name__)
+
+_MUCH = 0.05
+"""Part of what a step needs that updates in backward, which cannot make it fit, must free to be tried for an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +118,34 @@ class LastResort:
         modules: Iterable[nn.Module],
         memory: StepMemory,
         *,
+        updates: OfferedUpdates,
         budget_bytes: int,
         data_parallel: DataParallel | None,
     ) -> None:
         """Keep states on the host before they are loaded, if a device cannot hold them beside the rest. A collective.
 
+        Updates in backward, if they free enough, are turned on instead, as the plan will do.
+
         Args:
             modules: Those that are trained, as they are on this rank.
             memory: What a step holds besides with its states on the device.
+            updates: Those that backward may make.
             budget_bytes: Of a step.
             data_parallel: The ranks that must choose the same.
         """
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers()) if not place_of(t)]
         weights = sum(t.nbytes for t in tensors)
         gradients = sum(t.nbytes for t in tensors if t.requires_grad)
-        is_too_much = _at_update(memory, weights=weights, gradients=gradients) > budget_bytes
-        if not largest(int(is_too_much), data_parallel):
+
+        def is_too_much(memory: StepMemory) -> bool:
+            nbytes = _at_update(memory, weights=weights, gradients=gradients)
+            return bool(largest(int(nbytes > budget_bytes), data_parallel))
+
+        if not is_too_much(memory):
+            return
+        in_backward = updates.memory(False)
+        if in_backward is not None and not is_too_much(in_backward):
+            updates.take()
             return
         if not largest(int(self._memory_without_states() is None), data_parallel):
             self._move_states()
@@ -172,37 +191,32 @@ def best_of(
     best: Callable[[Attempt], Tried],
     about_bytes: Callable[[Attempt], int],
     *,
+    updates: OfferedUpdates | None = None,
     budget_bytes: int | None,
     data_parallel: DataParallel | None,
 ) -> Tried:
     """Return the first attempt that fits, of those with more and more on the host; else what needs the least.
 
-    A collective.
+    Each is tried with updates in backward too, where those could free what is lacking. A collective.
 
     Args:
         first: The call with nothing there.
         resort: What may go there; None: nothing.
         best: Finds the best way to carry an attempt out.
         about_bytes: Estimates the smallest peak of an attempt.
+        updates: Those that backward may make; None: there are none.
         budget_bytes: Of a step; None: no limit.
         data_parallel: The ranks that must choose the same.
     """
-    refused: list[Tried] = []
-    hopeless: list[Attempt] = []
+    tries = _Tries(best, updates, budget_bytes, data_parallel)
     for attempt in chain([first], () if resort is None else resort.attempts(first)):
         if largest(int(attempt is None), data_parallel):
             continue
         assert attempt is not None
-        holds_too_much = budget_bytes is not None and least_bytes(attempt) > budget_bytes
-        if resort is not None and largest(int(holds_too_much), data_parallel):
-            hopeless.append(attempt)
-            continue
-        tried = best(attempt)
-        if tried.run.more_bytes <= 0:
+        if (found := tries.fitting(attempt)) is not None:
             if resort is not None and attempt is not first:
                 resort.take(attempt)
-            return tried
-        refused.append(tried)
+            return found
     is_streamed = resort is not None and resort.streams and data_parallel is None
     if resort is not None and budget_bytes is not None and is_streamed:
         with_weights = streaming(
@@ -213,9 +227,53 @@ def best_of(
             if tried.run.more_bytes <= 0:
                 resort.take(attempt)
                 return tried
-            refused.append(tried)
+            tries.refused.append(tried)
             lack(tried.run.more_bytes)
-    return _smallest(refused or [best(hopeless[-1])])
+    return _smallest(tries.refused or [best(tries.hopeless[-1])])
+
+
+@dataclass(slots=True)
+class _Tries:
+    """What was tried of one call. All methods are collectives."""
+
+    best: Callable[[Attempt], Tried]
+    updates: OfferedUpdates | None
+    budget_bytes: int | None
+    data_parallel: DataParallel | None
+    refused: list[Tried] = field(default_factory=list)
+    hopeless: list[Attempt] = field(default_factory=list)
+    """Attempts of which no plan can fit."""
+
+    def fitting(self, attempt: Attempt) -> Tried | None:
+        """Try an attempt, then with updates in backward; None: neither fits."""
+        found = self._tried(attempt)
+        if isinstance(found, Tried) or self.updates is None:
+            return found if isinstance(found, Tried) else None
+        freed_bytes, budget_bytes = most_freed(attempt), self.budget_bytes or 0
+        is_little = freed_bytes < _MUCH * (budget_bytes + found) and freed_bytes < found
+        if largest(int(is_little), self.data_parallel):
+            return None
+        other = self.updates.attempt(attempt)
+        if largest(int(other is None), self.data_parallel):
+            return None
+        assert other is not None
+        found = self._tried(other)
+        if isinstance(found, Tried):
+            self.updates.take()
+            return found
+        return None
+
+    def _tried(self, attempt: Attempt) -> Tried | int:
+        """Return a plan that fits, or the bytes that are lacking."""
+        lacking = 0 if self.budget_bytes is None else least_bytes(attempt) - self.budget_bytes
+        if largest(int(lacking > 0), self.data_parallel):
+            self.hopeless.append(attempt)
+            return largest(lacking, self.data_parallel)
+        tried = self.best(attempt)
+        if tried.run.more_bytes <= 0:
+            return tried
+        self.refused.append(tried)
+        return tried.run.more_bytes
 
 
 def _smallest(refused: Sequence[Tried]) -> Tried:

@@ -28,7 +28,7 @@ class PiecePlanner(MemoryPlanner):
         """Return a planner with the settings of another, which lists its calls among the other's."""
         made = cls.__new__(cls)
         vars(made).update(vars(copy.copy(planner)))
-        made._agreed, made._asked, made._last_resort = {}, None, None
+        made._agreed, made._asked, made._last_resort, made._updates = {}, None, None, None
         made.pieces, made._keeps_little = pieces, False
         return made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.limits import limits_reserved
 from thunder_memsave.budget.offload.last_resort import States
+from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
 from thunder_memsave.budget.offload.terms import check_states_fit, check_weights_fit
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.planned_call import PlannedCall
@@ -49,7 +50,7 @@ from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.frontend.calls import Call
 from thunder_memsave.materialize.host_weights import mark_all, named_for_host
 from thunder_memsave.measure.outside_memory import CONTEXT_BYTES, outside_bytes
-from thunder_memsave.measure.step_memory import step_memory
+from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import (
     automatically_accumulating,
     may_keep,
@@ -61,6 +62,7 @@ from thunder_memsave.planner.caching_allocator.environment import NotSimulatedEr
 from thunder_memsave.planner.graph import Device, StepMemory
 from thunder_memsave.planner.reserved import ReservedMemory
 from thunder_memsave.progress import stage
+from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.gradients import clip_norm
 from thunder_memsave.stored_weights.in_bytes import frozen_in_bytes
 
@@ -174,7 +176,14 @@ def plan_run(
         if sizes.gradient_accumulation_steps > 1 and may_keep(data_parallel):
             kept_bytes = whole_gradient_bytes(model.parameters())
             memory = replace(memory, gradient_bytes=memory.gradient_bytes + kept_bytes)
-        about = (strategy, device, budget_bytes, data_parallel, memory, states)
+        of_model = (objective, model, device, sizes)
+        updates = None
+        if (
+            strategy.memory.optimizer_in_backward == "auto"
+            and sizes.gradient_accumulation_steps == 1
+        ):
+            updates = OfferedUpdates(partial(_with_updates, config, *of_model), lambda: None)
+        about = (strategy, device, budget_bytes, data_parallel, memory, states, updates)
         planner = RunPlanner(*about) if few is None else FewLayersPlanner(few, *about)
         outside = _outside_bytes(device, num_ranks, data_parallel)
         inputs = _inputs(objective, num_rows=sizes.micro_batch_size)
@@ -327,10 +336,27 @@ def _step_memory(
         loss_allocations=own.loss_allocations,
         device_type="" if device.name == "cpu" else "cuda",
         change=states_on_host if config.memory.offloads_optimizer else None,
-        one_by_one=UpdatesInBackward() if config.memory.optimizer_in_backward else None,
+        one_by_one=UpdatesInBackward() if config.memory.optimizer_in_backward is True else None,
     )
     check_states_fit(config.memory, memory.host_bytes, free_bytes=device.host_memory_bytes)
     return memory
+
+
+def _with_updates(
+    config: RunConfig,
+    objective: Objective[Any],
+    model: nn.Module,
+    device: Device,
+    sizes: BatchSizes,
+    on_host: bool,
+) -> StepMemory | None:
+    """Return what a step holds besides with updates in backward; None: its optimizer cannot make them."""
+    memory = replace(config.memory, optimizer_in_backward=True)
+    if on_host:
+        memory = replace(memory, offload="optimizer")
+    with suppress(ConfigError, StepMemoryError):
+        return _step_memory(replace(config, memory=memory), objective, model, device, sizes)
+    return None
 
 
 def _clip(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -36,6 +36,7 @@ def describe_plan(made: RunPlan, config: RunConfig, progress: Progress) -> str:
             *_reserved(made),
             *states_shown(made.call.memory, made.device),
             *weights_shown(made.call.program),
+            *_updates(made),
             "",
             explain(plan, num_rows=12),
             "",
@@ -70,6 +71,15 @@ def _reserved(made: RunPlan) -> list[str]:
     return [
         describe_reserved(made.reserved, peak_bytes=made.call.profile.peak_bytes),
         f"outside of PyTorch's allocator, estimated: {outside}",
+    ]
+
+
+def _updates(made: RunPlan) -> list[str]:
+    """Say that backward updates weights, where it does."""
+    if not made.call.updated:
+        return []
+    return [
+        "each weight is updated in backward, as soon as its gradient is there (memory.optimizer_in_backward)"
     ]
 
 
@@ -120,11 +130,11 @@ def _verdict(made: RunPlan, config: RunConfig) -> str:
         return f"it fits: {peak} of {budget}."
     return (
         f"it does not fit: the budget is {budget}, and the smallest for which a plan was found is "
-        f"{in_units(made.smallest_bytes)}; the tables above are for {peak}. {_what_needs_less(made, config)}"
+        f"{in_units(made.smallest_bytes)}; the tables above are for {peak}. {_what_needs_less(made)}"
     )
 
 
-def _what_needs_less(made: RunPlan, config: RunConfig) -> str:
+def _what_needs_less(made: RunPlan) -> str:
     """Say which settings lower the peak: at the optimizer's update there are no activations."""
     profile = made.call.profile
     if profile.peak_bytes > profile.update_peak_bytes:
@@ -134,7 +144,7 @@ def _what_needs_less(made: RunPlan, config: RunConfig) -> str:
         )
     less = "more ranks with strategy.sharding zero3, or optimizer.states in fewer bits"
     gradients = in_units(profile.peak_bytes_by_kind.get("gradient", 0))
-    if not config.memory.optimizer_in_backward and made.num_micro_batches == 1:
+    if not made.call.updated and made.num_micro_batches == 1:
         less += (
             ", or, without clipping (train.max_grad_norm: null), memory.optimizer_in_backward, which frees "
             f"{gradients} of gradients one by one"
@@ -166,6 +176,7 @@ def as_json(made: RunPlan, progress: Progress) -> dict[str, Any]:
         "smallest_budget_bytes": made.smallest_bytes,
         "doubled_batch_bytes": made.doubled_bytes,
         "optimizer_bytes_on_host": made.call.memory.host_bytes,
+        "updates_in_backward": bool(made.call.updated),
         "weights_on_host": [
             {"module": name if number is None else f"{name}.{number}", "nbytes": nbytes}
             for (name, number), nbytes in weights_on_host(made.call.program).items()

@@ -9,6 +9,7 @@ from typing_extensions import override
 from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.budget.offload.last_resort import LastResort, States, least_bytes
+from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
 from thunder_memsave.budget.offload.terms import offload_terms
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Attempt, PlannedCall
@@ -37,6 +38,7 @@ class RunPlanner(MemoryPlanner):
         data_parallel: DataParallel | None,
         memory: StepMemory,
         states: States,
+        updates: OfferedUpdates | None,
     ) -> None:
         """Store what limits plans.
 
@@ -47,6 +49,7 @@ class RunPlanner(MemoryPlanner):
             data_parallel: Ranks that are not there; None: there is one.
             memory: What a step holds beside the call.
             states: The optimizer's, as they would be on the host.
+            updates: Those that backward may make where no plan fits without; None: there are none.
         """
         super().__init__(
             strategy.memory,
@@ -63,6 +66,7 @@ class RunPlanner(MemoryPlanner):
                 free_bytes=device.host_memory_bytes,
                 streams=strategy.fp8 is None and data_parallel is None,
             ),
+            updates=updates,
         )
         self.refusal: BudgetError | None = None
         self._attempt: Attempt | None = None

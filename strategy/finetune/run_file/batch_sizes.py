@@ -59,7 +59,7 @@ def sizes_of(config: RunConfig, *, world_size: int) -> BatchSizes:
     """
     sizes = batch_sizes(config.train, world_size=world_size)
     steps = sizes.gradient_accumulation_steps
-    if config.memory.optimizer_in_backward and steps > 1:
+    if config.memory.optimizer_in_backward is True and steps > 1:
         raise ConfigError(
             f"memory.optimizer_in_backward is true, but a step accumulates the gradients of {steps} micro-batches, "
             "which are all there before the last one: no byte would be saved. Set train.gradient_accumulation_steps: 1 "

@@ -266,6 +266,17 @@ class CheckpointConfig(Section):
     they are whole in `output_dir`; `resume: auto` looks there too. One run for each address."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunMemoryConfig(MemoryConfig):
+    """The strategy's settings of memory, of a command that knows what its steps do."""
+
+    optimizer_in_backward: Literal["auto"] | bool = "auto"
+    """Update each parameter in backward, as soon as its gradient is there, so that the gradients of all are never there
+    at once. With the bits of `optimizer.step()`, which then has nothing left to do. For steps of one micro-batch
+    whose gradients are not clipped (`train.max_grad_norm: null`), and models that are one graph. `auto` does so in
+    such runs where no plan fits otherwise; in a script it is off unless it is set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
     """A whole run of `thunder-memsave train`."""
@@ -292,7 +303,7 @@ class RunConfig(Section):
 
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     strategy: StrategySection = field(default_factory=StrategySection)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    memory: RunMemoryConfig = field(default_factory=RunMemoryConfig)
     fp8: Fp8Config | None = None
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -317,11 +328,23 @@ class RunConfig(Section):
     or the address of one or of a run."""
 
     @property
+    def _may_update_in_backward(self) -> bool:
+        """Whether nothing, but several micro-batches, wants all gradients of a step before its update."""
+        guards, strategy = self.guards, self.strategy
+        skips = "skip" in (guards.nonfinite, guards.loss_spike)
+        waits = strategy.nonfinite_gradients != "ignore" or strategy.cuda_graphs is True
+        is_planned = self.memory.policy == "plan"
+        return is_planned and self.train.max_grad_norm is None and not (skips or waits)
+
+    @property
     def of_strategy(self) -> StrategyConfig:
         """The strategy's settings: three sections, and `model.frozen_weights`.
 
         Raises:
             ConfigError: Two of them do not go together.
         """
-        sections = StrategySections(strategy=self.strategy, memory=self.memory, fp8=self.fp8)
+        memory = self.memory
+        if memory.optimizer_in_backward == "auto" and not self._may_update_in_backward:
+            memory = replace(memory, optimizer_in_backward=False)
+        sections = StrategySections(strategy=self.strategy, memory=memory, fp8=self.fp8)
         return replace(sections.together, frozen_weights=self.model.frozen_weights)

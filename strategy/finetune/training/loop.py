@@ -335,7 +335,7 @@ class _Loop:
         strategy = self.fabric.strategy
         if not isinstance(strategy, ThunderMemsaveStrategy):
             return False
-        return strategy.config.memory.optimizer_in_backward
+        return strategy.updates_in_backward
 
     @property
     def _steps_per_epoch(self) -> int:

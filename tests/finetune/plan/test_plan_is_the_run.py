@@ -120,3 +120,23 @@ def test_states_that_go_to_the_host_where_nothing_fits_without(
     assert main(["train", file, *auto]) == 0
     assert 0 <= trained_bytes(tmp_path) - found <= ENDS
     assert json.loads((tmp_path / "plan.json").read_text())["optimizer_bytes_on_host"] > 0
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0], ids=["unclipped", "clipped"])
+def test_weights_are_updated_in_backward_where_nothing_fits_without(
+    max_norm: float | None, one_layer: Path, tmp_path: Path
+) -> None:
+    train = {**ONCE, "max_grad_norm": max_norm}
+    file = written(tmp_path, one_layer, train=train, lora=None, data={"max_seq_length": 4})
+    report = tmp_path / "smallest.json"
+    asked = ["plan", file, "--device=cpu", "--world-size=1", f"--json={report}"]
+    without = "--memory.optimizer_in_backward=false"
+    assert main([*asked, "--memory.budget=1KiB", without]) == DOES_NOT_FIT
+    less = f"--memory.budget={json.loads(report.read_text())['smallest_budget_bytes'] - 1}"
+    if max_norm is not None:
+        assert main([*asked, less]) == DOES_NOT_FIT
+        return
+    found = planned_bytes(file, tmp_path, "--world-size=1", less)
+    assert json.loads((tmp_path / "plan.json").read_text())["updates_in_backward"]
+    assert main(["train", file, less]) == 0
+    assert 0 <= trained_bytes(tmp_path) - found <= ENDS

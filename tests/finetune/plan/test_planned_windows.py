@@ -12,9 +12,8 @@ import torch
 from thunder.core.proxies import TensorProxy
 
 from thunder_memsave.compiler.compile_call import Compiled
-from thunder_memsave.config import MemoryConfig
 from thunder_memsave.finetune.plan import plan_run
-from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.config import RunConfig, RunMemoryConfig
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.report.step_work import work_table
@@ -49,7 +48,7 @@ def run_of(architecture: dict[str, Any], *, packing: bool = False, **model: Any)
         config,
         model=dataclasses.replace(config.model, trainable_dtype="bfloat16", **values),
         data=dataclasses.replace(config.data, max_seq_length=LENGTH, packing=packing),
-        memory=MemoryConfig(policy="keep_all"),
+        memory=RunMemoryConfig(policy="keep_all"),
     )
 
 

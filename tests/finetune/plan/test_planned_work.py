@@ -16,10 +16,9 @@ import pytest
 from thunder.core.proxies import TensorProxy
 
 from thunder_memsave.compiler.compile_call import Compiled
-from thunder_memsave.config import MemoryConfig
 from thunder_memsave.finetune.plan import plan_run
 from thunder_memsave.finetune.plan.plan_run import RunPlan
-from thunder_memsave.finetune.run_file.config import RunConfig
+from thunder_memsave.finetune.run_file.config import RunConfig, RunMemoryConfig
 from thunder_memsave.finetune.run_file.reading.parse import load_run_config
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Op
@@ -61,7 +60,7 @@ def short(config: RunConfig) -> RunConfig:
             trainable_dtype="float32" if config.lora is not None else "bfloat16",
         ),
         data=dataclasses.replace(config.data, max_seq_length=LENGTH),
-        memory=MemoryConfig(policy="keep_all"),
+        memory=RunMemoryConfig(policy="keep_all"),
     )
 
 

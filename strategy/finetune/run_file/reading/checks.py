@@ -114,7 +114,7 @@ def _guards(config: RunConfig) -> Iterator[ConfigError]:
 
 
 def _in_backward(config: RunConfig) -> Iterator[ConfigError]:
-    if not config.memory.optimizer_in_backward:
+    if config.memory.optimizer_in_backward is not True:
         return
     why = (
         "but memory.optimizer_in_backward updates each weight before the other gradients are there"

@@ -1,0 +1,54 @@
+"""Offers a plan to update weights in backward, which frees each gradient there (`optimizer_in_backward: auto`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from thunder_memsave.budget.planned_call import Attempt
+from thunder_memsave.planner.graph import StepMemory
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedUpdates:
+    """The updates of a step's optimizers, which backward may make where nothing fits otherwise."""
+
+    memory: Callable[[bool], StepMemory | None]
+    """Returns what a step with such updates holds besides, with all states on the host if that is asked for; None: it
+    has none that are not made in backward already, or may have none."""
+    turn_on: Callable[[], None]
+    """Lets backward make them from now on."""
+
+    def attempt(self, plain: Attempt) -> Attempt | None:
+        """Return a call whose backward makes them; None: it cannot."""
+        found = self.memory(bool(plain.memory.host_bytes))
+        if found is None or not found.updates:
+            return None
+        memory = replace(
+            plain.memory,
+            optimizer_bytes=found.optimizer_bytes,
+            host_bytes=found.host_bytes,
+            update_peak_bytes=found.update_peak_bytes,
+            update_allocations=found.update_allocations,
+            updates=found.updates,
+        )
+        attempt = replace(plain, memory=memory)
+        # Another graph: each gradient dies where it is used.
+        return attempt.with_traces(attempt.traces, attempt.arguments)
+
+    def take(self) -> None:
+        """Let backward make them from now on, and say so."""
+        self.turn_on()
+        _log.info(
+            "nothing fits with the gradients of all weights at once, so backward updates each weight "
+            "(memory.optimizer_in_backward: auto)"
+        )
+
+
+def most_freed(attempt: Attempt) -> int:
+    """Return the most bytes that updates in backward can free: all gradients, and what the update of all takes."""
+    gradients = sum(s.nbytes for s in attempt.graph.storages if s.kind == "gradient")
+    return gradients + attempt.memory.update_peak_bytes
