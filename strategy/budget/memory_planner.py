@@ -502,7 +502,7 @@ class MemoryPlanner:
             costs=f"rates of {self.device.name}",
             reuses_runs=not self._limit.is_reserved,
             offload=beside_states(attempt.offload, attempt.memory.host_bytes),
-            # What is left is worth more to collectives in flight than to free wins.
+            # What is left is worth more to collectives in flight than to what is cheap to recompute.
             spare_bytes=(target_bytes or 0) if attempt.communicates else 0,
         )
         if self._times is not None and question.is_tight(target_bytes):

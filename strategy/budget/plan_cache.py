@@ -17,7 +17,7 @@ from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGr
 from thunder_memsave.planner.search.mixes import OffloadTerms
 
 _BOUND = "bytes"
-_FORMAT = 5
+_FORMAT = 6
 """Version of the file format, part of the key: files of another version are never read."""
 
 

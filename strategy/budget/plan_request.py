@@ -27,7 +27,6 @@ from thunder_memsave.planner.search.solve import Policy, solve
 SMALLEST = 1
 """Target in bytes that no plan meets: asks for the smallest plan."""
 _MOST_KNOWN = 8  # plans of earlier runs that a search begins with
-_MOST_FILLED = 2  # plans with more kept than the budget asks for that are tried, of those that run in more than it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +61,7 @@ class Question:
     time_limit_s: float | None = None
     """Work for a plan; None: as much as `solve` does by itself."""
     spare_bytes: int = 0
-    """As of `solve`: bytes that are not filled with free wins that could be kept."""
+    """As of `solve`: bytes that are not filled with what is cheap to recompute."""
 
     def answer(
         self,
@@ -81,19 +80,11 @@ class Question:
         if target_bytes is None or budget_bytes is None:
             return Offer(plan=replace(self.solved(None), costs=self.costs))
         is_corrected = target_bytes != budget_bytes
-        spare_bytes = self._spare_bytes(budget_bytes - target_bytes, len(too_large), target_bytes)
-        question = replace(self, spare_bytes=spare_bytes)
-        offer = question._known(target_bytes, is_corrected) or question._searched(target_bytes)
+        offer = self._known(target_bytes, is_corrected) or self._searched(target_bytes)
         if target_bytes != SMALLEST and self.reuses_runs:
             offer = self._or_one_that_ran(offer, budget_bytes, too_large)
         plan = replace(offer.plan, budget_bytes=budget_bytes, costs=self.costs)
         return replace(offer, plan=plan)
-
-    def _spare_bytes(self, excess_bytes: int, num_too_large: int, most_bytes: int) -> int:
-        """Return the bytes that are not filled: more the oftener plans took more beside their tensors than was left."""
-        if num_too_large >= _MOST_FILLED:
-            return most_bytes
-        return self.spare_bytes + excess_bytes
 
     def remember_run(self, plan: Plan, *, peak_bytes: int) -> None:
         """Record the peak of a plan's final traces, on the rank with the largest."""
@@ -114,19 +105,18 @@ class Question:
         return found.predicted_peak_bytes
 
     def is_tight(self, target_bytes: int | None) -> bool:
-        """Tell whether the free wins alone exceed the target, so that costs matter."""
+        """Tell whether keeping all exceeds the target, so that costs matter."""
         if target_bytes is None or self.policy != "plan":
             return False
-        free = replace(self, policy="keep_all").solved(None)
-        return free.predicted_peak_bytes > target_bytes
+        all_kept = replace(self, policy="keep_all").solved(None)
+        return all_kept.predicted_peak_bytes > target_bytes
 
     def _known(self, target_bytes: int, is_corrected: bool) -> Offer | None:
         """Return a cached plan; the smallest for a target below all plans, or for a corrected one below that."""
         if target_bytes == SMALLEST:
             return None
-        for key in (self._key(target_bytes), self._filled_key(target_bytes)):
-            if (plan := cached_plan(key)) is not None:
-                return Offer(plan=plan)
+        if (plan := cached_plan(self._key(target_bytes))) is not None:
+            return Offer(plan=plan)
         bound_bytes = None if is_corrected else known_bound(self._key(None))
         if bound_bytes is not None and target_bytes >= bound_bytes:
             return None
@@ -143,11 +133,8 @@ class Question:
             plan = self.solved(target_bytes, known=self._plans_within(target_bytes))
         except BudgetError as error:
             return self._narrowed(target_bytes, self._smallest(error))
-        if plan.added_us:
-            cache_plan(self._key(target_bytes), plan)
-            remember_budget(self._key(None), target_bytes)
-        else:
-            cache_plan(self._filled_key(target_bytes), plan)
+        cache_plan(self._key(target_bytes), plan)
+        remember_budget(self._key(None), target_bytes)
         return Offer(plan=plan)
 
     def _or_one_that_ran(
@@ -197,12 +184,8 @@ class Question:
     def _run_key(self, peak_bytes: int | None) -> str:
         return f"{self._key(peak_bytes)}-run"
 
-    def _filled_key(self, target_bytes: int) -> str:
-        """Return the key of a plan that recomputes free wins alone, or nothing: the others leave no bytes spare."""
-        return f"{self._key(target_bytes)}-{self.spare_bytes}"
-
     def _key(self, target_bytes: int | None) -> str:
-        return plan_key(
+        key = plan_key(
             self.graph,
             budget_bytes=target_bytes,
             costs_us=self.costs_us,
@@ -210,6 +193,7 @@ class Question:
             pinned=self.pinned,
             terms=self.offload,
         )
+        return f"{key}-spare" if self.spare_bytes else key
 
     def solved(
         self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: Any

@@ -1,4 +1,8 @@
-"""Estimates the time of operations: as measured, or by a roofline of the device where nothing was measured."""
+"""Estimates the time of operations: as measured, or by a roofline of the device where nothing was measured.
+
+The rates are those that kernels sustain, fractions of the data sheet's (`Device.sustained`), so that the time is near
+what a profiler would show.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +75,28 @@ def program_costs_us(program: Program, device: Device) -> tuple[float, ...]:
 
 
 def roofline_us(op: Op, device: Device) -> float:
-    """Return the launch time plus the longest of computing, moving and receiving at the device's rates."""
+    """Return the longest of computing, moving and receiving at sustained rates, in microseconds; 0 for a view."""
     if op.repeat == "free":
         return 0.0
-    seconds = seconds_of(op, device, flops_per_s(op, device), device.memory_bytes_per_s)
-    return seconds * 1e6 + device.launch_us
+    return max(kernel_us(op, device), device.launch_us)
+
+
+def kernel_us(op: Op, device: Device) -> float:
+    """Return the same of kernels alone, however short."""
+    rates = device.sustained
+    of_products = rates.products
+    if is_attention(op):
+        forward, backward = rates.attention_forward, rates.attention_backward
+        if "cudnn" in op.symbol:
+            forward, backward = rates.cudnn_forward, rates.cudnn_backward
+        of_products = backward if "backward" in op.symbol or "bwd" in op.symbol else forward
+    products_per_s = flops_per_s(op, device) * of_products
+    return seconds_of(op, device, products_per_s, device.memory_bytes_per_s * rates.memory) * 1e6
+
+
+def is_attention(op: Op) -> bool:
+    """Return whether an operation computes attention in one kernel, or its derivative."""
+    return bool(op.flops) and ("attention" in op.symbol or "sdpa" in op.symbol)
 
 
 def seconds_of(op: Op, device: Device, products_per_s: float, memory_bytes_per_s: float) -> float:

@@ -279,11 +279,11 @@ class Plan:
     """None: no limit."""
     predicted_peak_bytes: int
     keep_all_peak_bytes: int
-    """Peak if only the free wins are recomputed."""
+    """Peak if only what takes no time is recomputed."""
     saved_bytes: int
     """Bytes of kept storages that are neither arguments nor outputs, without those on the host."""
     recompute_us: float
-    """Time to recompute what this plan recomputes beside the free wins: what it costs to stay within the budget."""
+    """Time to recompute what this plan recomputes."""
     lower_bound_us: float
     """Lower bound on `recompute_us` of all plans within the budget that keep this order of operations and recompute
     each at most once, with the room that later passes were seen to need; 0 if not known."""
@@ -303,11 +303,6 @@ class Plan:
     def added_us(self) -> float:
         """Time that staying within the budget costs: recomputing, and waiting for copies."""
         return self.recompute_us + self.exposed_us
-
-    @property
-    def recomputed_us(self) -> float:
-        """Time of all that is recomputed: `recompute_us`, and the free wins, which every plan recomputes."""
-        return sum(d.cost_us for d in self.decisions if not self.actions[d.name].keeps)
 
     @property
     def gap(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thunder_memsave.planner.cost import flops_per_s, seconds_of
+from thunder_memsave.planner.cost import kernel_us
 from thunder_memsave.planner.graph import Device, Op
 
 HOST_US_PER_OPERATION = 5.0
@@ -40,11 +40,5 @@ def launches_of(ops: Sequence[Op], device: Device) -> Launches:
     return Launches(
         num_ops=len(real),
         launch_us=HOST_US_PER_OPERATION * len(real),
-        kernel_us=sum(_kernel_us(op, device) for op in real),
+        kernel_us=sum(kernel_us(op, device) for op in real),
     )
-
-
-def _kernel_us(op: Op, device: Device) -> float:
-    rates = device.sustained
-    of_products = flops_per_s(op, device) * rates.products
-    return seconds_of(op, device, of_products, device.memory_bytes_per_s * rates.memory) * 1e6

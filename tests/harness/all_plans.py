@@ -37,7 +37,9 @@ def task_of(model: Model, free: Set[int] | None = None, *, part: float = 1.0) ->
         generator_state_bytes=STATE_BYTES,
     )
     kept = evaluate(frozenset(model.needs.first) if free is None else free)
-    return Task(model=model, evaluate=evaluate, free=kept, budget_bytes=int(part * kept.peak_bytes))
+    return Task(
+        model=model, evaluate=evaluate, start=kept, budget_bytes=int(part * kept.peak_bytes)
+    )
 
 
 def all_plans(graph: TrainingGraph, costs: Sequence[float]) -> list[tuple[int, float]]:

@@ -19,7 +19,10 @@ def test_an_operation_takes_the_longest_of_computing_moving_and_receiving() -> N
     moving = replace(OP, flops=10, moved_bytes=335 * 10**6, dtype="bfloat16")
     receiving = replace(OP, moved_bytes=10, sent_bytes=400 * 10**6)
     times = [roofline_us(op, H100) for op in (computing, moving, receiving)]
-    assert times == pytest.approx([1 + 2, 100 + 2, 1000 + 2])
+    rates = H100.sustained
+    assert times == pytest.approx([2, 100 / rates.memory, 1000])
+    more = replace(computing, flops=989 * 10**9)
+    assert roofline_us(more, H100) == pytest.approx(1000 / rates.products)
 
 
 def test_a_dtype_without_a_rate_runs_as_float32() -> None:

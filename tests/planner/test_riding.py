@@ -6,7 +6,7 @@ from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import TrainingGraph
 from thunder_memsave.planner.riding import with_riding
-from thunder_memsave.planner.search.free_wins import choose_free
+from thunder_memsave.planner.search.cheap import choose_cheap
 
 PRODUCT = 10**6
 """FLOPs of an operation that does not fuse."""
@@ -61,7 +61,7 @@ def test_what_rides_costs_nothing_and_is_not_kept_where_all_is() -> None:
     position = graph.ops.index(next(op for op in graph.ops if "silu" in op.results))
     cpu = device("cpu")
     assert costs_us(graph, cpu)[position] > 0 == costs_us(found, cpu)[position]
-    before, after = (choose_free(needs(g), moved_per_kept_byte=0) for g in (graph, found))
+    before, after = (choose_cheap(needs(g), moved_per_kept_byte=0) for g in (graph, found))
     assert before - after == {"silu"}
 
 

@@ -12,6 +12,8 @@ from thunder_memsave.planner.search.mixes import OffloadTerms
 
 _PART = 2
 """Half of the free memory is left to what loads data, to checkpoints, and to other programs."""
+_COUNTED = 0.85
+"""Part of the bandwidth that plans count on: what runs is fused, and takes less time to hide copies than operations."""
 
 
 def offload_terms(
@@ -30,7 +32,9 @@ def offload_terms(
     if not memory.offloads_activations:
         return None
     host_bytes = host_budget(memory, free_bytes=free_bytes)
-    return OffloadTerms(rates=CopyRates.of(device), host_bytes=host_bytes)
+    rates = CopyRates.of(device)
+    rates = replace(rates, bytes_per_s=_COUNTED * rates.bytes_per_s)
+    return OffloadTerms(rates=rates, host_bytes=host_bytes)
 
 
 def host_budget(memory: MemoryConfig, *, free_bytes: int | None) -> int:

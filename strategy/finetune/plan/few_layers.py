@@ -22,9 +22,9 @@ from thunder_memsave.finetune.plan.run_planner import RunPlanner
 from thunder_memsave.frontend.few_layers.equal_modules import differences
 from thunder_memsave.frontend.few_layers.plain_loops import LayerList, longest_list
 from thunder_memsave.passes.overlap.room import NO_ROOM
+from thunder_memsave.planner.cost import roofline_us
 from thunder_memsave.planner.graph import Device, Plan, Program
 from thunder_memsave.planner.order import generator_state_bytes, order
-from thunder_memsave.planner.report.step_work import sustained_us
 from thunder_memsave.planner.simulate import Profile, simulate
 
 NUM = 8
@@ -136,7 +136,7 @@ class FewLayers:
         for step in program.steps:
             if step.op.repeat == "free" or step.is_repeated:
                 continue
-            us = sustained_us(step.op, device)
+            us = roofline_us(step.op, device)
             match = self._in_layer.match(step.op.module)
             if match is None:
                 outside.setdefault(step.op.symbol, []).append(us)

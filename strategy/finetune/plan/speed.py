@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from thunder_memsave.planner.cost import roofline_us
 from thunder_memsave.planner.graph import UPDATE
 from thunder_memsave.planner.offload.engines import CopyRates
-from thunder_memsave.planner.report.step_work import sustained_us
 
 if TYPE_CHECKING:
     from thunder_memsave.finetune.plan.plan_run import RunPlan
@@ -20,14 +20,14 @@ def micro_batch_us(made: RunPlan) -> float:
     """
     ops = (step.op for step in made.call.program.steps)
     own = (op for op in ops if op.repeat != "free" and op.symbol != UPDATE)
-    computing_us = sum(sustained_us(op, made.device) for op in own)
+    computing_us = sum(roofline_us(op, made.device) for op in own)
     return computing_us + waits_us(made)
 
 
 def again_us(made: RunPlan) -> float:
-    """Return what of that is recomputation, the free wins included."""
+    """Return what of that is recomputation."""
     steps = (s for s in made.call.program.steps if s.op.repeat != "free" and s.is_repeated)
-    return sum(sustained_us(step.op, made.device) for step in steps)
+    return sum(roofline_us(step.op, made.device) for step in steps)
 
 
 def waits_us(made: RunPlan) -> float:

@@ -1,16 +1,21 @@
 """Chooses the values that wait on the host, by a linear program of keeping, recomputing and copying.
 
-Memory is counted between forward and backward alone. The engines are rows: what is made after a moment of forward must
-be out by its end, and what is read before a moment of backward must be back by then, or the step takes as much longer.
+Memory is counted at two moments: between forward and backward, and in the operation of forward that needs the most
+whatever is kept, as a loss does; what is not out by then is there. The engines are rows: what is made after a moment of
+forward must be out by its end, and what is read before a moment of backward must be back by then, or the step takes as
+much longer.
 So it proposes; the search for a plan with these values on the host, and the simulated engines, judge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, combinations
 from math import inf
+
+import numpy as np
 
 from thunder_memsave.planner.linear.coverage import add_coverage
 from thunder_memsave.planner.linear.model import Model
@@ -50,6 +55,17 @@ class Choice:
             if storages[s].kind == "activation" and storages[s].nbytes >= self.least_bytes
         )
 
+    @cached_property
+    def critical(self) -> int:
+        """The position of the operation of forward that holds the most in every plan; forward's end, if that does."""
+        forward = self.model.always_live.forward
+        return int(np.argmax(forward)) if forward.max() > forward[-1] else len(forward) - 1
+
+    @property
+    def always_bytes(self) -> float:
+        """Bytes that every plan holds there."""
+        return float(self.model.always_live.forward[self.critical])
+
     def subsets_that_fit(self) -> Iterator[tuple[int, ...]]:
         """Yield every set of candidates but none, as far as the host has room."""
         storages = self.model.needs.graph.storages
@@ -69,18 +85,25 @@ class Choice:
                 left -= nbytes
         return frozenset(found)
 
-    def within(self, budget_bytes: float, work: Work) -> frozenset[int] | None:
+    def within(
+        self, budget_bytes: float, work: Work, *, counts_forward: bool = True
+    ) -> frozenset[int] | None:
         """Return the values of the fastest mix that holds at most these bytes between forward and backward.
 
         None: the program has no solution, or was not solved in the work that is left.
+
+        Args:
+            budget_bytes: What is held.
+            work: Takes the work.
+            counts_forward: Whether the operation of forward that needs the most has to fit too.
         """
-        return _Mix(self, budget_bytes).solve(work)
+        return _Mix(self, budget_bytes, counts_forward=counts_forward).solve(work)
 
 
 class _Mix:
     """The program: each storage is kept, recomputed or offloaded."""
 
-    def __init__(self, choice: Choice, budget_bytes: float) -> None:
+    def __init__(self, choice: Choice, budget_bytes: float, *, counts_forward: bool) -> None:
         self._choice, model = choice, choice.model
         self._needs, self._model, self._program = model.needs, model, LinearProgram()
         self._again = {
@@ -94,7 +117,9 @@ class _Mix:
         }
         self._cover()
         self._limit_memory(budget_bytes)
-        for times in (self._outs(), self._ins()):
+        if counts_forward and choice.critical < model.needs.graph.num_forward:
+            self._limit_critical(budget_bytes, choice.critical)
+        for times in (self._outs(self._away), self._ins()):
             self._limit_engine(times)
 
     def solve(self, work: Work) -> frozenset[int] | None:
@@ -131,6 +156,26 @@ class _Mix:
             terms = [(v, self._bytes(s) / self._model.unit_bytes) for s, v in self._away.items()]
             self._program.row(terms, most=most)
 
+    def _limit_critical(self, budget_bytes: float, position: int) -> None:
+        """Count at an operation of forward what is kept, and what is not out by its start."""
+        needs, model, program = self._needs, self._model, self._program
+        early = {s: v for s, v in self._away.items() if needs.producer[s] < position}
+        out, more = program.variable(high=inf), program.variable(cost=1.0, high=inf)
+        there = {s: v for s, v in self._kept.items() if needs.producer[s] < position}
+        terms = [(v, self._bytes(s) / model.unit_bytes) for s, v in there.items()]
+        terms += (away := [(v, self._bytes(s) / model.unit_bytes) for s, v in early.items()])
+        always = float(model.always_live.forward[position])
+        program.row([*terms, (out, -1.0)], most=(budget_bytes - always) / model.unit_bytes)
+        program.row([(out, 1.0), *((v, -nbytes) for v, nbytes in away)], most=0.0)
+        # What is out was made before a moment, or was copied after it.
+        per_us = self._choice.rates.bytes_per_s / 1e6 / model.unit_bytes
+        left_us = self._outs(early, position)
+        every = max(1, -(-len(left_us) // _MOMENTS))
+        for number in range(len(left_us), 0, -every):
+            before = [(early[s], -self._bytes(s) / model.unit_bytes) for s, _ in left_us[number:]]
+            later = (more, -per_us * model.unit_us)
+            program.row([(out, 1.0), *before, later], most=per_us * left_us[number - 1][1])
+
     def _limit_engine(self, left_us: Sequence[tuple[int, float]]) -> None:
         """Require of copies, in the order of their slack, that they fit into the time, or into time that is added."""
         unit = self._model.unit_us
@@ -142,11 +187,16 @@ class _Mix:
             terms = [(self._away[s], rates.us(self._bytes(s)) / unit) for s, _ in some]
             self._program.row([*terms, (more, -1.0)], most=some[-1][1] / unit)
 
-    def _outs(self) -> list[tuple[int, float]]:
-        """Return each candidate with the time from when it is made to the end of forward, the shortest first."""
-        graph = self._needs.graph
-        ends = [*accumulate(self._choice.costs_us[: graph.num_forward])]
-        at = {s: ends[-1] - ends[self._needs.producer[s]] for s in self._away}
+    def _outs(
+        self, storages: Iterable[int], position: int | None = None
+    ) -> list[tuple[int, float]]:
+        """Return each storage with the time from when it is made to an operation, the shortest first.
+
+        None: to the end of forward.
+        """
+        starts = [0.0, *accumulate(self._choice.costs_us[: self._needs.graph.num_forward])]
+        end_us = starts[-1] if position is None else starts[position]
+        at = {s: end_us - starts[self._needs.producer[s] + 1] for s in storages}
         return sorted(at.items(), key=lambda pair: pair[1])
 
     def _ins(self) -> list[tuple[int, float]]:
@@ -161,6 +211,6 @@ class _Mix:
 
 
 def targets(budget_bytes: float, always_bytes: float) -> Iterator[float]:
-    """Yield bytes between forward and backward that may leave enough of a budget to what backward makes."""
+    """Yield bytes that may leave enough of a budget to what backward makes; `always_bytes` are held anyway."""
     for part in (1.0, 0.75, 0.5, 0.25, 0.0):
         yield always_bytes + part * (budget_bytes - always_bytes)

@@ -123,9 +123,8 @@ def _summary(plan: Plan) -> list[str]:
         ["predicted peak", in_units(plan.predicted_peak_bytes)],
         ["peak with all kept", in_units(plan.keep_all_peak_bytes)],
         ["kept for backward", in_units(plan.saved_bytes)],
-        ["recompute time", f"{plan.recomputed_us / 1000:,.2f} ms"],
-        ["of it beyond the cheap", f"{plan.recompute_us / 1000:,.2f} ms"],
-        ["least possible of that", f"{plan.lower_bound_us / 1000:,.2f} ms"],
+        ["recompute time", f"{plan.recompute_us / 1000:,.2f} ms"],
+        ["the least possible", f"{plan.lower_bound_us / 1000:,.2f} ms"],
         ["times from", plan.costs or "the caller"],
     ]
     if plan.offloaded_bytes or plan.exposed_us:

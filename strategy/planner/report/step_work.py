@@ -1,8 +1,4 @@
-"""Shows the work of one micro-batch by kind of operation: FLOPs, bytes moved, and the time at sustained rates.
-
-Rates that kernels sustain are fractions of the data sheet's (`Device.sustained`), so that the time is near what a
-profiler would show; a plan's costs are those of the data sheet, or measured.
-"""
+"""Shows the work of one micro-batch by kind of operation: FLOPs, bytes moved, and the time at sustained rates."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thunder_memsave.planner.cost import flops_per_s, seconds_of
+from thunder_memsave.planner.cost import is_attention, roofline_us
 from thunder_memsave.planner.graph import Device, Op, Program
 from thunder_memsave.planner.report.attention_work import attention_lines
 
@@ -33,26 +29,8 @@ class Work:
 def kind_of(op: Op) -> str:
     """Return the kind of an operation that is no view."""
     if op.flops:
-        return "attention" if "attention" in op.symbol or "sdpa" in op.symbol else "products"
+        return "attention" if is_attention(op) else "products"
     return "collectives" if op.sent_bytes else "other operations"
-
-
-def sustained_us(op: Op, device: Device) -> float:
-    """Return the time of an operation at the rates that kernels of its kind sustain."""
-    rates = device.sustained
-    of_products = rates.products
-    if kind_of(op) == "attention":
-        forward, backward = rates.attention_forward, rates.attention_backward
-        if "cudnn" in op.symbol:
-            forward, backward = rates.cudnn_forward, rates.cudnn_backward
-        of_products = backward if "backward" in op.symbol or "bwd" in op.symbol else forward
-    seconds = seconds_of(
-        op,
-        device,
-        flops_per_s(op, device) * of_products,
-        device.memory_bytes_per_s * rates.memory,
-    )
-    return max(seconds * 1e6, device.launch_us)
 
 
 def work_by_kind(ops: Sequence[Op], device: Device) -> Mapping[str, Work]:
@@ -101,5 +79,5 @@ def _sum(ops: Sequence[Op], device: Device) -> Work:
         num_ops=len(ops),
         flops=sum(op.flops for op in ops),
         moved_bytes=sum(op.moved_bytes for op in ops),
-        ms=sum(sustained_us(op, device) for op in ops) / 1e3,
+        ms=sum(roofline_us(op, device) for op in ops) / 1e3,
     )

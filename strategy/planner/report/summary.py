@@ -30,9 +30,7 @@ def _recomputed(plan: Plan) -> str:
     again = [d.nbytes for d in plan.decisions if not plan.actions[d.name].keeps]
     if not again:
         return "recompute: nothing, +0.00 ms"
-    return (
-        f"recompute: {in_units(sum(again))}, +{plan.recomputed_us / 1000:,.2f} ms per micro-batch"
-    )
+    return f"recompute: {in_units(sum(again))}, +{plan.recompute_us / 1000:,.2f} ms per micro-batch"
 
 
 def _offloaded(plan: Plan) -> list[str]:

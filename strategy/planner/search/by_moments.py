@@ -66,7 +66,7 @@ class _Rounds:
     def run(self) -> None:
         """Solve programs until a plan fits that is near the bound, or the work is over."""
         self._correction_bytes[self.model.between] = 0.0
-        self._add(self.task.free, 1)
+        self._add(self.task.start, 1)
         for _ in range(ROUNDS):
             if self.work.is_over:
                 break

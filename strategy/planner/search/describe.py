@@ -25,8 +25,8 @@ class Description:
 
     needs: Needs
     kept: Set[int]
-    free: Set[int]
-    """Storages that the plan of the free wins keeps."""
+    cheap: Set[int]
+    """Storages that a plan keeps which recomputes all that is cheap to recompute."""
     pinned: Mapping[int, bool]
     costs_us: Sequence[float]
     offloaded: Set[int] = frozenset()
@@ -102,6 +102,6 @@ class Description:
             return "part of a kernel of backward that runs anyway"
         return (
             "the budget needs its memory"
-            if storage in self.free
+            if storage in self.cheap
             else ("cheap to recompute from others")
         )

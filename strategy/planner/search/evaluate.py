@@ -77,7 +77,7 @@ class Evaluator:
 
     needs: Needs
     costs_us: Sequence[float]
-    """Microseconds by operation; 0 for the free wins, which are not counted."""
+    """Microseconds by operation."""
     memory: StepMemory
     generator_state_bytes: int
     offloaded: frozenset[int] = frozenset()

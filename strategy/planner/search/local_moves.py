@@ -1,6 +1,6 @@
 """Searches plans step by step: whether results of equal layers are kept changes in all, in one half, or in one of them.
 
-`drop` begins with the plan that keeps all, and `improve` with the fastest that fits, or with the smallest. Steps are
+`drop` begins with a plan that keeps much, and `improve` with the fastest that fits, or with the smallest. Steps are
 judged by the exact simulation.
 """
 
@@ -17,9 +17,9 @@ from thunder_memsave.planner.work import Work
 
 
 def drop(task: Task, work: Work) -> None:
-    """Give up storages of the plan that keeps all, until it fits."""
+    """Give up storages of the plan that keeps much, until it fits."""
     moves = _moves(task.model)
-    _given_up(task, task.free, moves, dict.fromkeys(range(len(moves)), 0.0), work)
+    _given_up(task, task.start, moves, dict.fromkeys(range(len(moves)), 0.0), work)
 
 
 def improve(task: Task, work: Work) -> None:

@@ -72,7 +72,7 @@ def solve_mix(
         known: Other plans for this graph.
         generator_state_bytes: Bytes kept for each random operation that backward recomputes.
         time_limit_s: Work for all plans that offload together, and again for those without.
-        spare_bytes: As for `solve`; plans that offload or recompute more than the free wins may take all.
+        spare_bytes: As for `solve`; plans that offload may take all.
 
     Raises:
         BudgetError: no plan was found, with or without offload; its bound is of both.
@@ -87,7 +87,7 @@ def solve_mix(
         generator_state_bytes=generator_state_bytes,
         time_limit_s=time_limit_s,
     )
-    if budget_bytes is None or policy != "plan" or found.fits_anyway:
+    if budget_bytes is None or policy != "plan" or found.fits_with_all:
         return found.solved(budget_bytes, policy=policy, spare_bytes=spare_bytes)
     fitting = (p for p in known if p.predicted_peak_bytes <= budget_bytes)
     found.known = [p for p in fitting if p.actions.offloaded]
@@ -163,11 +163,9 @@ class _Mixes:
         return [*self.plans, *self.known]
 
     @property
-    def fits_anyway(self) -> bool:
-        """Whether the free wins alone are enough, or keeping all."""
-        problem = self._problem
-        found = map(problem.evaluate, (problem.all_kept, problem.free))
-        return any(each.peak_bytes <= self.budget_bytes for each in found)
+    def fits_with_all(self) -> bool:
+        """Whether keeping all fits."""
+        return self._problem.evaluate(self._problem.all_kept).peak_bytes <= self.budget_bytes
 
     @property
     def may_be_worse_than_alone(self) -> bool:
@@ -193,13 +191,14 @@ class _Mixes:
     def proposals(self) -> Iterator[frozenset[int]]:
         """Yield different sets of storages for the host, until one is as good as any can be."""
         choice, work = self._choice, self._problem.evaluate.work
-        always = float(self._model.always_live.forward[-1])
         seen: set[frozenset[int]] = {frozenset()}
         if len(choice.candidates) <= FEW_CANDIDATES:
             yield from map(frozenset, choice.subsets_that_fit())
             return
-        for target in targets(float(self.budget_bytes), always):
-            away = choice.within(target, work.part(self.time_limit_s))
+        first, *others = targets(float(self.budget_bytes), choice.always_bytes)
+        for target, counts_forward in ((first, True), (first, False), *((t, True) for t in others)):
+            part = work.part(self.time_limit_s)
+            away = choice.within(target, part, counts_forward=counts_forward)
             if away is not None and away not in seen:
                 seen.add(away)
                 yield away

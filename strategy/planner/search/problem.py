@@ -1,4 +1,4 @@
-"""Prepares a graph for searches: its choices, the free wins, pins, and costs without those of the free wins."""
+"""Prepares a graph for searches: its choices, the cheap plan, and pins."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from thunder_memsave.planner.choices import Needs, needs
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.linear.model import Model
 from thunder_memsave.planner.search.anchors import anchors
+from thunder_memsave.planner.search.cheap import MOVED_PER_KEPT_BYTE, choose_cheap
 from thunder_memsave.planner.search.describe import Description
 from thunder_memsave.planner.search.evaluate import Evaluated, Evaluator
-from thunder_memsave.planner.search.free_wins import MOVED_PER_KEPT_BYTE, choose_free
 from thunder_memsave.planner.search.task import Task
 
 _ANCHORS = (1, 2, 3)
@@ -23,8 +23,8 @@ class Problem:
     """A graph with its costs and pins."""
 
     needs: Needs
-    free: frozenset[int]
-    """Storages that the plan of the free wins keeps."""
+    cheap: frozenset[int]
+    """Storages that a plan keeps which recomputes all that is cheap to recompute from others."""
     all_kept: frozenset[int]
     """Storages that are kept where only what takes no time is recomputed."""
     least: frozenset[int]
@@ -45,9 +45,14 @@ class Problem:
         return Task(
             model=model,
             evaluate=self.evaluate,
-            free=self.evaluate(self.free),
+            start=self._start(budget_bytes),
             budget_bytes=budget_bytes,
         )
+
+    def _start(self, budget_bytes: float) -> Evaluated:
+        """Return the plan that keeps all, or where even what is cheap to recompute is not enough, that without it."""
+        cheap = self.evaluate(self.cheap)
+        return self.evaluate(self.all_kept) if cheap.peak_bytes <= budget_bytes else cheap
 
     def remember(self, known: Sequence[Plan]) -> None:
         """Evaluate plans that were found before."""
@@ -71,7 +76,7 @@ class Problem:
         described = Description(
             needs=self.needs,
             kept=found.keep,
-            free=self.free,
+            cheap=self.cheap,
             pinned=self.pinned,
             costs_us=self.costs_us,
             offloaded=self.evaluate.offloaded,
@@ -101,7 +106,7 @@ def problem_of(
     """Prepare a graph; the arguments are those of `solve`."""
     found = needs(graph)
     kept, all_kept = (
-        _named(found, choose_free(found, pinned=pinned, moved_per_kept_byte=moved))
+        _named(found, choose_cheap(found, pinned=pinned, moved_per_kept_byte=moved))
         for moved in (MOVED_PER_KEPT_BYTE, 0)
     )
     evaluate = Evaluator(
@@ -111,12 +116,9 @@ def problem_of(
         generator_state_bytes=generator_state_bytes,
         offloaded=_read_of(found, pinned.offloaded),
     )
-    # Operations that the free wins recompute are not counted.
-    free_again = evaluate.again(kept)
-    evaluate.costs_us = tuple(0.0 if o in free_again else us for o, us in enumerate(costs_us))
     return Problem(
         needs=found,
-        free=kept,
+        cheap=kept,
         all_kept=all_kept,
         least=frozenset(found.must_keep) | _read_of(found, pinned.kept),
         evaluate=evaluate,

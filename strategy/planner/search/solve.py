@@ -20,7 +20,6 @@ from thunder_memsave.planner.search.all_plans import (
 )
 from thunder_memsave.planner.search.by_moments import search_moments
 from thunder_memsave.planner.search.evaluate import Evaluated
-from thunder_memsave.planner.search.filled import filled
 from thunder_memsave.planner.search.local_moves import drop, improve
 from thunder_memsave.planner.search.problem import Problem, problem_of
 from thunder_memsave.planner.search.smallest import bisect
@@ -69,7 +68,7 @@ def solve(
     bounds_smallest: bool = True,
     spare_bytes: int = 0,
 ) -> Plan:
-    """Choose an action for each storage that backward needs: the least recompute time, the free wins not counted.
+    """Choose an action for each storage that backward needs: the least recompute time.
 
     Args:
         graph: Forward and backward before recomputation.
@@ -78,8 +77,7 @@ def solve(
         memory: Bytes that a step holds besides.
         policy: `keep_all` recomputes what takes no time, `recompute_all` keeps only storages that cannot be recomputed
             and those that pass from layer to layer, as far as that makes the peak smaller; neither looks at the budget.
-        pinned: Actions by names of storages: kept if backward reads them; or recomputed if they can be, which counts
-            as a free win.
+        pinned: Actions by names of storages: kept if backward reads them; or recomputed if they can be.
         known: Other plans for this graph; one that fits is returned if the search finds none that is faster. With
             all plans for smaller budgets here, time never rises with the budget.
         generator_state_bytes: Bytes that forward keeps for each random operation that backward recomputes.
@@ -87,8 +85,8 @@ def solve(
             depend on the machine.
         searches: The searches to use; without some, plans can be worse.
         bounds_smallest: Whether an error's bound is worth work. If not, it counts one moment alone.
-        spare_bytes: Bytes of the budget that are not filled with free wins that could be kept: for collectives that
-            run beside computation.
+        spare_bytes: Bytes of the budget that are not filled with what is cheap to recompute: for collectives that run
+            beside computation.
 
     Raises:
         BudgetError: no plan was found.
@@ -101,10 +99,13 @@ def solve(
     all_kept = problem.evaluate(problem.all_kept)
     if all_kept.peak_bytes <= budget_bytes:
         return problem.plan(all_kept, budget_bytes, bound_us=0.0)
-    if problem.evaluate(problem.free).peak_bytes <= budget_bytes:
-        return problem.plan(filled(problem, budget_bytes - spare_bytes), budget_bytes, bound_us=0.0)
+    cheap_bytes = problem.evaluate(problem.cheap).peak_bytes
+    limit_bytes = budget_bytes
+    if cheap_bytes <= budget_bytes:
+        limit_bytes = max(budget_bytes - spare_bytes, cheap_bytes)
     problem.remember(known)
-    return _planned(problem, budget_bytes, time_limit_s, searches, bounds_smallest=bounds_smallest)
+    plan = _planned(problem, limit_bytes, time_limit_s, searches, bounds_smallest=bounds_smallest)
+    return replace(plan, budget_bytes=budget_bytes)
 
 
 def pareto(
@@ -124,7 +125,7 @@ def pareto(
         costs_us: Microseconds of each operation.
         memory: Bytes that a step holds besides.
         pinned: Actions by names of storages that are not chosen.
-        num_points: Number of budgets, evenly spaced from the lower bound on the peak to the peak of the free wins.
+        num_points: Number of budgets, evenly spaced from the lower bound on the peak to the peak with all kept.
         generator_state_bytes: Bytes that forward keeps for each random operation that backward recomputes.
         time_limit_s: Work for the whole curve, as for `solve`; when it is over, points for the smallest budgets are
             left out.
@@ -133,15 +134,15 @@ def pareto(
         Budgets in bytes, rising, with lower bounds on the recompute time in microseconds, falling to 0.
     """
     problem = problem_of(graph, costs_us, memory, pinned, generator_state_bytes)
-    free, model = problem.evaluate(problem.free), problem.task(0).model
+    all_kept, model = problem.evaluate(problem.all_kept), problem.task(0).model
     work = problem.evaluate.work.part(time_limit_s)
     least = least_bytes(model, [model.between], work)
-    points, us = [(free.peak_bytes, 0.0)], 0.0
+    points, us = [(all_kept.peak_bytes, 0.0)], 0.0
     for number in range(num_points - 2, -1, -1):
         if work.is_over:
             break
-        budget_bytes = int(least + (free.peak_bytes - least) * number // (num_points - 1))
-        moments = highest_moments(free, budget_bytes)
+        budget_bytes = int(least + (all_kept.peak_bytes - least) * number // (num_points - 1))
+        moments = highest_moments(all_kept, budget_bytes)
         # A bound on the time for a larger budget bounds that for a smaller one too.
         us = max(us, bound_us(model, budget_bytes, moments, work.part(time_limit_s / num_points)))
         points.append((budget_bytes, us))

@@ -19,8 +19,8 @@ class Task:
     model: Model
     evaluate: Evaluator
     """Remembers the plans that searches evaluate: their result."""
-    free: Evaluated
-    """The plan of the free wins, which does not fit."""
+    start: Evaluated
+    """A plan that keeps much, and does not fit: searches give up what it keeps."""
     budget_bytes: float
     """Bytes that plans should fit in; when the smallest plan is searched, a search ends with one that does."""
     bound_bytes: float = 0.0

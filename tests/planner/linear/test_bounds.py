@@ -6,7 +6,7 @@ from math import inf
 import pytest
 
 from harness.all_plans import SEEDS, all_plans, model_of
-from harness.free_wins import plan_of_free_wins
+from harness.cheap_plan import cheap_plan
 from harness.training_graphs import llama_like, random_graph
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
@@ -89,7 +89,7 @@ def test_pinned_storages_are_kept_in_the_bound_too() -> None:
 def test_plans_for_llama_8b_are_near_the_bound_on_all_plans(part: float) -> None:
     graph = llama_like(32, tokens=8192, width=4096, hidden=14336, kv=1024)
     costs = costs_us(graph, device("h200"))
-    free = plan_of_free_wins(graph, costs)
+    free = cheap_plan(graph, costs)
     plan = solve(graph, budget_bytes=int(part * free.predicted_peak_bytes), costs_us=costs)
     assert 0 < plan.lower_bound_us <= plan.recompute_us
     assert plan.gap < 0.01

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from thunder_memsave.planner.cost import roofline_us
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Op, Program, Step
 from thunder_memsave.planner.report.step_work import (
     KINDS,
     ops_of_layers,
-    sustained_us,
     work_by_kind,
     work_table,
 )
@@ -70,7 +70,7 @@ def test_work_is_added_up_by_kind_without_views() -> None:
     ],
 )
 def test_each_kind_has_the_rate_that_its_kernels_sustain(operation: Op, ms: float) -> None:
-    assert sustained_us(operation, H200) == pytest.approx(1e3 * ms)
+    assert roofline_us(operation, H200) == pytest.approx(1e3 * ms)
 
 
 def test_layers_are_the_numbered_modules_that_occur_most_and_not_the_ones_inside() -> None:

@@ -69,7 +69,7 @@ def test_the_lines_are_short_and_agree_with_the_tables(
     assert len(made) == 3
     assert max(map(len, made)) <= 50
     if recomputed:
-        time = f"{of.recomputed_us / 1000:,.2f} ms"
+        time = f"{of.recompute_us / 1000:,.2f} ms"
         assert time in made[1]
         assert time in explain(of)
     for part in made[2].removeprefix("largest: ").split(", "):

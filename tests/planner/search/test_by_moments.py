@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from harness.all_plans import SEEDS, all_plans, model_of
-from harness.free_wins import plan_of_free_wins
+from harness.cheap_plan import cheap_plan
 from harness.training_graphs import llama_like, random_graph
 from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
@@ -33,7 +33,7 @@ def test_an_integer_program_bounds_all_plans(seed: int) -> None:
 def test_a_loss_between_forward_and_backward_leaves_plans_near_the_bound() -> None:
     graph = llama_like(8, tokens=8192, width=4096, hidden=14336, kv=1024)
     costs, memory = costs_us(graph, device("h200")), StepMemory(between_bytes=12 << 30)
-    free = plan_of_free_wins(graph, costs, memory)
+    free = cheap_plan(graph, costs, memory)
     budget = int(0.8 * free.predicted_peak_bytes)
     plan = solve(graph, budget_bytes=budget, costs_us=costs, memory=memory)
     assert plan.predicted_peak_bytes <= budget

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.all_plans import model_of, task_of
-from harness.free_wins import plan_of_free_wins
+from harness.cheap_plan import cheap_plan
 from harness.training_graphs import GraphBuilder
 from thunder_memsave.planner.graph import StepMemory, TrainingGraph
 from thunder_memsave.planner.linear.model import Model
@@ -56,7 +56,7 @@ def kept(letters: str) -> frozenset[int]:
 
 
 def early_of(keep: str) -> tuple[EarlyBytes, int]:
-    found = task_of(model(), kept(keep)).free
+    found = task_of(model(), kept(keep)).start
     early = EarlyBytes(blocks=find_blocks(model().needs, model().costs_us))
     early.observe(found)
     return early, found.peak_bytes
@@ -88,7 +88,7 @@ def test_several_layers_are_recomputed_together(part: float) -> None:
 
 def test_the_solver_finds_them_too() -> None:
     graph = residual_stream()
-    free = plan_of_free_wins(graph, costs(graph), MEMORY)
+    free = cheap_plan(graph, costs(graph), MEMORY)
     budget = int(0.7 * free.predicted_peak_bytes)
     plan = solve(graph, budget_bytes=budget, costs_us=costs(graph), memory=MEMORY)
     assert plan.predicted_peak_bytes <= budget

@@ -20,13 +20,13 @@ def layers() -> Model:
 def test_while_nothing_fits_the_smallest_plan_gets_smaller() -> None:
     task = task_of(layers(), part=0.0)
     improve(task, Work())
-    assert task.smallest.peak_bytes < 0.99 * task.free.peak_bytes
+    assert task.smallest.peak_bytes < 0.99 * task.start.peak_bytes
 
 
 def test_without_work_the_smallest_plan_stays() -> None:
     task = task_of(layers(), part=0.0)
     improve(task, Work(until=0.0))
-    assert task.smallest.peak_bytes == task.free.peak_bytes
+    assert task.smallest.peak_bytes == task.start.peak_bytes
 
 
 def test_a_plan_that_fits_is_found_by_giving_up_storages_and_gets_faster_by_other_steps() -> None:

@@ -21,13 +21,13 @@ def smallest_of(*, enough_bytes: float) -> Task:
 
 def test_ever_smaller_plans_are_found_and_found_again_for_the_budget_that_they_need() -> None:
     task = smallest_of(enough_bytes=1)
-    assert task.smallest.peak_bytes < 0.75 * task.free.peak_bytes
+    assert task.smallest.peak_bytes < 0.75 * task.start.peak_bytes
     again = smallest_of(enough_bytes=task.smallest.peak_bytes)
     assert again.smallest.peak_bytes == task.smallest.peak_bytes
 
 
 def test_the_search_ends_with_a_plan_that_is_small_enough() -> None:
     task = smallest_of(enough_bytes=1)
-    enough_bytes = (task.smallest.peak_bytes + task.free.peak_bytes) / 2
+    enough_bytes = (task.smallest.peak_bytes + task.start.peak_bytes) / 2
     found = smallest_of(enough_bytes=enough_bytes)
     assert task.smallest.peak_bytes <= found.smallest.peak_bytes <= enough_bytes

@@ -10,7 +10,7 @@ from math import inf
 
 import pytest
 
-from harness.free_wins import plan_of_free_wins
+from harness.cheap_plan import cheap_plan
 from harness.training_graphs import GraphBuilder, chain, llama_like, random_graph
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.planner.actions import KEEP, RECOMPUTE, REGATHER, REPLAY, Actions, keeping
@@ -19,7 +19,6 @@ from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.order import OrderError, order
-from thunder_memsave.planner.search.free_wins import choose_free
 from thunder_memsave.planner.search.solve import pareto, solve
 from thunder_memsave.planner.simulate import simulate
 
@@ -39,13 +38,10 @@ def drawn_memory(seed: int) -> StepMemory:
 
 @cache
 def all_plans(seed: int) -> Sequence[tuple[int, float]]:
-    """Return peak and recompute time of every plan, by trying them all; free wins are not counted."""
+    """Return peak and recompute time of every plan, by trying them all."""
     graph = random_graph(seed)
     costs = drawn_costs(graph, seed)
     names = [graph.storages[s].name for s in needs(graph).storages]
-    free = {
-        s.op.index for s in order(graph, keeping(choose_free(needs(graph)))).steps if s.is_repeated
-    }
     plans = []
     for keep in joined.from_iterable(combinations(names, k) for k in range(len(names) + 1)):
         try:
@@ -53,7 +49,7 @@ def all_plans(seed: int) -> Sequence[tuple[int, float]]:
         except OrderError:
             continue
         again = [s.op.index for s in program.steps if s.is_repeated]
-        us = sum(costs[index] for index in again if index not in free)
+        us = sum(costs[index] for index in again)
         plans.append((simulate(program, drawn_memory(seed)).peak_bytes, us))
     return plans
 
@@ -127,19 +123,19 @@ def blocks() -> TrainingGraph:
 
 
 @cache
-def free_plan_of_blocks() -> Plan:
-    return plan_of_free_wins(blocks(), costs_us(blocks(), device("cpu")))
+def cheap_plan_of_blocks() -> Plan:
+    return cheap_plan(blocks(), costs_us(blocks(), device("cpu")))
 
 
 @cache
 def plans_of_blocks() -> Sequence[Plan]:
     """Return plans for falling budgets, each solved with those before as known plans."""
-    graph, free = blocks(), free_plan_of_blocks()
+    graph, cheap = blocks(), cheap_plan_of_blocks()
     smallest = smallest_of_blocks().smallest_bytes
     assert smallest is not None
     plans: list[Plan] = []
     for part in (0.0, 0.3, 0.6, 0.9):
-        budget = int(smallest + part * (free.predicted_peak_bytes - smallest))
+        budget = int(smallest + part * (cheap.predicted_peak_bytes - smallest))
         plans.append(
             solve(
                 graph,
@@ -214,33 +210,35 @@ def test_the_curve_falls_to_nothing_and_is_below_every_plan() -> None:
     budgets, times = zip(*curve, strict=True)
     assert list(budgets) == sorted(budgets)
     assert list(times) == sorted(times, reverse=True)
-    assert curve[-1] == (free_plan_of_blocks().predicted_peak_bytes, 0.0)
+    kept = solve(graph, budget_bytes=None, costs_us=costs_us(graph, device("cpu")))
+    assert curve[-1] == (kept.predicted_peak_bytes, 0.0)
     for plan in plans_of_blocks():
         within = [us for nbytes, us in curve if nbytes >= plan.predicted_peak_bytes]
         assert max(within) <= plan.recompute_us + 1e-6
 
 
-def test_all_is_kept_where_that_fits_and_else_as_many_free_wins_as_there_is_room_for() -> None:
-    graph, free = blocks(), free_plan_of_blocks()
+def test_all_is_kept_where_that_fits_and_else_as_much_as_there_is_room_for() -> None:
+    graph, cheap = blocks(), cheap_plan_of_blocks()
     costs = costs_us(graph, device("cpu"))
     fastest = solve(graph, budget_bytes=None, costs_us=costs)
     kept, peak = fastest.actions.kept, fastest.predicted_peak_bytes
     made = [s for o in graph.ops if o.repeat != "free" for s in o.makes]
     first = needs(graph).first
     assert {graph.storages[s].name for s in made if s in first} <= kept
-    assert free.predicted_peak_bytes < peak == fastest.keep_all_peak_bytes
+    assert cheap.predicted_peak_bytes < peak == fastest.keep_all_peak_bytes
     assert solve(graph, budget_bytes=peak, costs_us=costs).actions == fastest.actions
     assert solve(graph, budget_bytes=None, policy="keep_all", costs_us=costs).actions.kept == kept
 
-    least, kept_bytes = free.predicted_peak_bytes, []
+    least, plans = cheap.predicted_peak_bytes, []
     for budget in (least, (least + peak) // 2, peak - 1):
         plan = solve(graph, budget_bytes=budget, costs_us=costs)
         assert plan.predicted_peak_bytes <= budget
-        assert (plan.recompute_us, plan.lower_bound_us) == (0.0, 0.0)
-        kept_bytes.append(plan.saved_bytes)
-    assert free.saved_bytes <= kept_bytes[0] < kept_bytes[1] < kept_bytes[2] < fastest.saved_bytes
+        plans.append(plan)
+    times = [plan.recompute_us for plan in plans]
+    assert cheap.recompute_us >= times[0] > times[1] > times[2] > fastest.recompute_us == 0.0
     spared = solve(graph, budget_bytes=peak - 1, costs_us=costs, spare_bytes=peak)
-    assert spared.actions == free.actions
+    assert spared.actions == plans[0].actions
+    assert spared.budget_bytes == peak - 1
 
 
 def test_the_rest_of_the_step_takes_part_of_the_budget() -> None:

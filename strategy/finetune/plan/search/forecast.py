@@ -38,7 +38,7 @@ class Forecast:
     least_bytes: int
     """The smallest budget with which it fits, of tensors."""
     recompute_share: float
-    """Part of the micro-batch's time that recomputes, the free wins included."""
+    """Part of the micro-batch's time that recomputes."""
     recomputes_for_budget: bool
     """Whether the budget makes it recompute, or wait for copies, or compute in tiles."""
     tokens_per_s: float

@@ -1,13 +1,11 @@
-"""Chooses the free wins: storages that are cheap to recompute from others that are kept anyway.
+"""Chooses the storages of a plan that recomputes what is cheap to recompute from others that are kept anyway.
 
-They apply where keeping all does not fit. Each storage is kept once, whatever its views are called; views, casts,
+Searches begin with it where it does not fit. Each storage is kept once, whatever its views are called; views, casts,
 masks, comparisons, constants and elementwise values are recomputed where that leaves less to keep. Matrix products,
 attention, reductions of much data, random numbers and collectives never are. The choice is an optimum: the least of
 kept bytes plus a tenth of the bytes that recomputation moves. So the time that it adds is bounded: for each byte less
 that is kept, at most ten are moved, and eager PyTorch moves at least two, as it writes and reads its saved tensors.
-With sixteen, a step of a small GPT-2 in float32 moves 23 % more than without recomputation, with ten 13 %. On a CPU,
-where keeping all fits, a step of a ResNet-18 took 1.10 of eager's with them, and takes 1.03 without; of a small BERT
-1.15 and 1.06.
+With sixteen, a step of a small GPT-2 in float32 moves 23 % more than without recomputation, with ten 13 %.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _REDUCTION = 16
 """Ratio of bytes read to bytes made above which an operation is a reduction; a comparison of two int64 has 16."""
 
 
-def choose_free(
+def choose_cheap(
     needs: Needs, *, pinned: Actions = NO_ACTIONS, moved_per_kept_byte: int = MOVED_PER_KEPT_BYTE
 ) -> frozenset[str]:
     """Choose the storages to keep.

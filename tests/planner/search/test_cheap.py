@@ -10,7 +10,7 @@ from thunder_memsave.planner.actions import NO_ACTIONS, RECOMPUTE, REGATHER, Act
 from thunder_memsave.planner.choices import needs
 from thunder_memsave.planner.graph import TrainingGraph
 from thunder_memsave.planner.order import OrderError, order
-from thunder_memsave.planner.search.free_wins import MOVED_PER_KEPT_BYTE, choose_free
+from thunder_memsave.planner.search.cheap import MOVED_PER_KEPT_BYTE, choose_cheap
 
 
 def swiglu() -> GraphBuilder:
@@ -34,7 +34,7 @@ def swiglu() -> GraphBuilder:
 
 
 def free(graph: TrainingGraph) -> frozenset[str]:
-    return choose_free(needs(graph))
+    return choose_cheap(needs(graph))
 
 
 def test_a_gated_unit_keeps_only_the_results_of_matrix_products() -> None:
@@ -43,9 +43,9 @@ def test_a_gated_unit_keeps_only_the_results_of_matrix_products() -> None:
 
 def test_pinned_storages_are_kept_or_recomputed_in_any_case() -> None:
     graph = swiglu().graph(outputs="y", gradients="dwd dwg")
-    assert choose_free(needs(graph), pinned=keeping({"silu"})) >= {"silu", "up"}
+    assert choose_cheap(needs(graph), pinned=keeping({"silu"})) >= {"silu", "up"}
     again = Actions({"gate": RECOMPUTE})
-    assert choose_free(needs(graph), pinned=again).isdisjoint({"gate"})
+    assert choose_cheap(needs(graph), pinned=again).isdisjoint({"gate"})
 
 
 def test_a_mask_is_kept_where_it_is_smaller_than_its_input() -> None:
@@ -91,7 +91,7 @@ def test_gathered_parameters_are_kept_unless_they_are_pinned_to_regather() -> No
     b.op("g whole", {"dx": 10}, kind="gradient")
     graph = b.graph(outputs="y", gradients="dx")
     assert free(graph) == {"whole"}
-    assert choose_free(needs(graph), pinned=Actions({"whole": REGATHER})) == set()
+    assert choose_cheap(needs(graph), pinned=Actions({"whole": REGATHER})) == set()
 
 
 @pytest.mark.parametrize("pinned", [NO_ACTIONS, Actions({"cast": REGATHER})])
@@ -103,7 +103,7 @@ def test_the_cast_of_a_parameter_is_recomputed_from_the_parameter(pinned: Action
     b.backward(g=10)
     b.op("g cast", {"dx": 10}, kind="gradient")
     graph = b.graph(outputs="y", gradients="dx")
-    assert choose_free(needs(graph), pinned=pinned) == set()
+    assert choose_cheap(needs(graph), pinned=pinned) == set()
 
 
 @pytest.mark.parametrize("seed", range(30))
