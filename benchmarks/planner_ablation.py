@@ -95,7 +95,7 @@ class Answers:
         stored = json.loads(self._file.read_text()) if self._file.exists() else {}
         self._known = {key: Answer(**{**a, "ran": tuple(a["ran"])}) for key, a in stored.items()}
         self.graphs = {path.stem: _load(path) for path in sorted(folder.glob("*.pickle"))}
-        self._free: dict[str, int] = {}
+        self._all_kept: dict[str, int] = {}
 
     def of(self, name: str, budget_bytes: int, limit: float, without: Iterable[str]) -> Answer:
         """Return the answer; a search that had nothing to do may be left out without asking again."""
@@ -113,14 +113,14 @@ class Answers:
     def budgets(self, name: str) -> list[int]:
         """Return eight budgets."""
         smallest = self.of(name, 1, _LIMITS[-1], ()).peak_bytes
-        free = self.free_bytes(name)
-        return [int(smallest + part * (free - smallest)) for part in _PARTS]
+        kept = self.all_kept_bytes(name)
+        return [int(smallest + part * (kept - smallest)) for part in _PARTS]
 
-    def free_bytes(self, name: str) -> int:
-        """Return the peak of keeping everything but the free wins."""
-        if name not in self._free:
-            self._free[name] = _solve(self.graphs[name], None).predicted_peak_bytes
-        return self._free[name]
+    def all_kept_bytes(self, name: str) -> int:
+        """Return the peak of keeping all."""
+        if name not in self._all_kept:
+            self._all_kept[name] = _solve(self.graphs[name], None).predicted_peak_bytes
+        return self._all_kept[name]
 
     def step_us(self, name: str, answer: Answer) -> float:
         """Return the time of forward, backward and what is recomputed."""
@@ -175,7 +175,7 @@ def leave_out(answers: Answers, name: str, gone: Sequence[str], limit: float) ->
             before = answers.of(graph, budget_bytes, limit, gone)
             after = answers.of(graph, budget_bytes, limit, [*gone, name])
             seconds = [seconds[0] + before.cpu_s, seconds[1] + after.cpu_s]
-            where = f"{graph} {budget_bytes / answers.free_bytes(graph):.0%}"
+            where = f"{graph} {budget_bytes / answers.all_kept_bytes(graph):.0%}"
             if before.fits and after.fits:
                 ratio = answers.step_us(graph, after) / answers.step_us(graph, before)
                 slower.append((ratio - 1.0, where))

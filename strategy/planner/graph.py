@@ -283,7 +283,7 @@ class Plan:
     saved_bytes: int
     """Bytes of kept storages that are neither arguments nor outputs, without those on the host."""
     recompute_us: float
-    """Time to recompute what this plan recomputes."""
+    """Time to recompute what this plan recomputes, and plans that keep all do not."""
     lower_bound_us: float
     """Lower bound on `recompute_us` of all plans within the budget that keep this order of operations and recompute
     each at most once, with the room that later passes were seen to need; 0 if not known."""

@@ -55,7 +55,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 
 def steps(case: Case, *, planned: bool = True) -> list[Tensor]:
-    """Losses, and the whole weights after every step; `planned`: by the strategy's default, with its free wins."""
+    """Losses, and the whole weights after every step; `planned`: by the strategy's default."""
     assert dist.group.WORLD is not None
     settings: dict[str, Any] = {"mode": case.mode, "prefetch": case.window}
     data_parallel = DataParallel(group=dist.group.WORLD, bucket_bytes=case.bucket, **settings)

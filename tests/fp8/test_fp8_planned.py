@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import peft
@@ -25,7 +26,9 @@ from thunder_memsave.measure.devices import device_at
 from thunder_memsave.measure.op_profile import OpProfiles
 from thunder_memsave.measure.scratch import MeasuredScratch
 from thunder_memsave.passes.recompute import PREFIX
+from thunder_memsave.planner.graph import Plan
 from thunder_memsave.planner.search import solve
+from thunder_memsave.planner.search.problem import Problem
 from thunder_memsave.planner.simulate import simulate
 from thunder_memsave.settings.value_kinds import BytesOrFraction
 
@@ -192,10 +195,10 @@ def requantized(module: CompiledModule) -> int:
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 def test_where_not_all_fits_less_is_saved_than_without_fp8(recipe: str) -> None:
     model = Deep().to(torch.bfloat16)
-    plain = with_free_wins(
+    plain = recomputing_cheaply(
         lambda planner: CompiledModule(copy.deepcopy(model), planner=planner), batch(model)
     )
-    module = in_fp8_with_free_wins(model, recipe)
+    module = in_fp8_recomputing_cheaply(model, recipe)
     # `block` casts the input along its other dimension in backward.
     num_bytes, num_plain_bytes = saved_bytes(module), saved_bytes(plain)
     assert num_bytes == num_plain_bytes if recipe == "block" else num_bytes < num_plain_bytes
@@ -205,31 +208,35 @@ def test_where_not_all_fits_less_is_saved_than_without_fp8(recipe: str) -> None:
 
 
 def test_a_recomputed_cast_records_no_amax() -> None:
-    module = in_fp8_with_free_wins(Deep(), "delayed")
+    module = in_fp8_recomputing_cheaply(Deep(), "delayed")
     casts = ops(module.captures[0].backward_traces[-1], "quantize")
     again = [b for b in casts if b.flat_proxy_outs[0].name.startswith(PREFIX)]
     assert {b.args[-1] for b in again} == {False}
     assert {b.args[-1] for b in casts if b not in again} == {True}
 
 
-def in_fp8_with_free_wins(model: nn.Module, recipe: str) -> CompiledModule:
-    return with_free_wins(
+def in_fp8_recomputing_cheaply(model: nn.Module, recipe: str) -> CompiledModule:
+    return recomputing_cheaply(
         lambda planner: fp8_module(copy.deepcopy(model), recipe=recipe, planner=planner),
         batch(model),
     )
 
 
-def with_free_wins(
+def cheap_plan(problem: Problem, *_: Any, **__: Any) -> Plan:
+    return problem.plan(problem.evaluate(problem.cheap), None, bound_us=0.0)
+
+
+def recomputing_cheaply(
     make: Callable[[MemoryPlanner], CompiledModule], inputs: dict[str, Tensor]
 ) -> CompiledModule:
-    """Compile with a budget that lacks one byte for keeping all, and with none of the free wins kept in its room."""
+    """Compile with a budget that lacks one byte for keeping all, and a plan that recomputes all that is cheap."""
     budget_bytes = None
     for _ in range(2):
         planner = MemoryPlanner(
             MemoryConfig(), device=device_at(torch.device("cpu")), budget_bytes=budget_bytes
         )
         module = make(planner)
-        with patch.object(solve, "filled", lambda problem, _: problem.evaluate(problem.free)):
+        with patch.object(solve, "_planned", cheap_plan):
             module(**inputs)
         budget_bytes = peak_bytes(module) - 1
     return module

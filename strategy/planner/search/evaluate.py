@@ -77,7 +77,7 @@ class Evaluator:
 
     needs: Needs
     costs_us: Sequence[float]
-    """Microseconds by operation."""
+    """Microseconds by operation; 0 for what every plan recomputes."""
     memory: StepMemory
     generator_state_bytes: int
     offloaded: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""Prepares a graph for searches: its choices, the cheap plan, and pins."""
+"""Prepares a graph for searches: its choices, the cheap plan, pins, and costs without those of what pins recompute."""
 
 from __future__ import annotations
 
@@ -116,6 +116,9 @@ def problem_of(
         generator_state_bytes=generator_state_bytes,
         offloaded=_read_of(found, pinned.offloaded),
     )
+    # What every plan recomputes, as pins say, is not counted.
+    anyway = evaluate.again(all_kept)
+    evaluate.costs_us = tuple(0.0 if o in anyway else us for o, us in enumerate(costs_us))
     return Problem(
         needs=found,
         cheap=kept,

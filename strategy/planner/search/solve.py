@@ -77,7 +77,8 @@ def solve(
         memory: Bytes that a step holds besides.
         policy: `keep_all` recomputes what takes no time, `recompute_all` keeps only storages that cannot be recomputed
             and those that pass from layer to layer, as far as that makes the peak smaller; neither looks at the budget.
-        pinned: Actions by names of storages: kept if backward reads them; or recomputed if they can be.
+        pinned: Actions by names of storages: kept if backward reads them; or recomputed if they can be, which costs
+            nothing.
         known: Other plans for this graph; one that fits is returned if the search finds none that is faster. With
             all plans for smaller budgets here, time never rises with the budget.
         generator_state_bytes: Bytes that forward keeps for each random operation that backward recomputes.
