@@ -29,12 +29,12 @@ def update_in_backward(
     *,
     is_asked: bool,
 ) -> None:
-    """Let an optimizer update in backward from now on, or offer it to plans where that is not asked for.
+    """Let an optimizer update in backward from now on, or offer it to plans where neither a setting nor a plan asks.
 
     Raises:
         ConfigError: it cannot, or the precision has a gradient scaler, and it is asked for.
     """
-    if not is_asked:
+    if not is_asked and not updates.is_on:
         with suppress(ConfigError):
             refuse_scaler(precision)
             updates.offer(optimizer)

@@ -116,8 +116,9 @@ class UpdatesInBackward:
         self._steps[optimizer] = _Step()
 
     def owns(self, parameter: Tensor) -> bool:
-        """Return whether an optimizer updates this parameter."""
-        return self._owner(parameter) is not None
+        """Return whether an optimizer updates this parameter, and no hook has to run before its step."""
+        owner = self._owner(parameter)
+        return owner is not None and not _has_hooks_before(owner)
 
     def owner(self, parameter: Tensor) -> Optimizer:
         """Return the optimizer of a parameter."""

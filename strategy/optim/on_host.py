@@ -217,8 +217,9 @@ def end(copies: list[Copy]) -> None:
 
 def drop(copies: list[Copy]) -> None:
     """Wait for copies, and forget what they made."""
-    while copies:
-        copies.pop().wait()
+    for copy in copies:
+        copy.wait()  # until then it holds the memory that is copied to
+    copies.clear()
 
 
 def begin_in(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[Copy]) -> None:

@@ -285,7 +285,7 @@ class Plan:
     recompute_us: float
     """Time to recompute what this plan recomputes, and plans that keep all do not."""
     lower_bound_us: float
-    """Lower bound on `recompute_us` of all plans within the budget that keep this order of operations and recompute
+    """Lower bound on `added_us` of all plans within the budget that keep this order of operations and recompute
     each at most once, with the room that later passes were seen to need; 0 if not known."""
     decisions: Sequence[Decision] = field(default=())
     costs: str = ""
@@ -306,10 +306,10 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Recompute time beyond the lower bound, as a fraction of that bound; infinite if no bound is known.
+        """Time added beyond the lower bound, as a fraction of that bound; infinite if no bound is known.
 
         0 where the solver, which is not exact, cannot tell them apart.
         """
-        if self.recompute_us <= self.lower_bound_us * (1 + _PRECISION):
+        if self.added_us <= self.lower_bound_us * (1 + _PRECISION):
             return 0.0
-        return self.recompute_us / self.lower_bound_us - 1.0 if self.lower_bound_us > 0 else inf
+        return self.added_us / self.lower_bound_us - 1.0 if self.lower_bound_us > 0 else inf

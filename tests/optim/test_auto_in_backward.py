@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import MixedPrecision
 from torch import nn
-from torch.optim import LBFGS, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.memory import measured_memory
@@ -246,6 +247,37 @@ def test_a_run_goes_on_from_a_checkpoint_with_its_states_on_the_device(tmp_path:
         second.steps(2)
     assert not isinstance(second.made, StatesOnHost)
     assert second.same_as(whole)
+
+
+def test_it_does_not_where_a_hook_changes_gradients_before_the_step() -> None:
+    at_once = smallest(in_backward=False)
+
+    def step(budget_bytes: int) -> Run:
+        run = Run(budget_bytes)
+        run.made.register_step_pre_hook(lambda *_: None)
+        return run.steps(1)
+
+    with pytest.raises(BudgetError, match=f"one was found is {at_once:,} bytes"):
+        step(between())
+    assert not step(at_once).strategy.updates_in_backward
+
+
+def test_a_later_optimizer_that_cannot_is_refused_when_it_is_set_up() -> None:
+    run = Run(between()).steps(1)
+    other = nn.Linear(8, 8)
+    with pytest.raises(ConfigError, match=r"memory.optimizer_in_backward updates each parameter"):
+        run.fabric.setup(other, LBFGS(other.parameters()))
+
+
+def test_an_optimizer_that_takes_its_place_updates_in_backward_too() -> None:
+    run = Run(between()).steps(1)
+    del run.made, run.optimizer
+    gc.collect()
+    run.optimizer = run.fabric.setup_optimizers(SGD(run.net.parameters(), lr=0.1))
+    before = [p.detach().clone() for p in run.net.parameters()]
+    run.fabric.backward(run.model(run.inputs))
+    assert all(p.grad is None for p in run.net.parameters())
+    assert not any(torch.equal(a, b) for a, b in zip(before, run.net.parameters(), strict=True))
 
 
 @on_fabric_rank

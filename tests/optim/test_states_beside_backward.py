@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from harness.memory import measured_peak_bytes
 from thunder_memsave import ThunderMemsaveStrategy
 from thunder_memsave.budget.offload import last_resort
 from thunder_memsave.ops.host_copies.engine import Host, other_host
-from thunder_memsave.optim.on_host import StatesOnHost
+from thunder_memsave.optim.on_host import Copy, StatesOnHost, drop
 from thunder_memsave.passes.overlap import state_copies
 from thunder_memsave.sharding.sharded_parameter import as_rows
 
@@ -224,3 +225,37 @@ def test_states_that_go_to_the_host_where_nothing_else_fits_are_counted(
     assert run.call.memory.host_bytes == NUM_LAYERS * STATES
     assert predicted == measured
     assert predicted <= budget_bytes
+
+
+def test_memory_that_is_copied_to_stays_until_a_dropped_copy_has_ended() -> None:
+    alive = []
+
+    def copy_of(result: Tensor) -> Copy:
+        known = weakref.ref(result)
+        return Copy(lambda: alive.append(known() is not None), {}, "exp_avg", result)
+
+    copies = [copy_of(torch.zeros(4)) for _ in range(2)]
+    drop(copies)
+    assert alive == [True, True]
+    assert not copies
+
+
+def test_a_forward_that_never_has_a_backward_leaves_updates_to_the_optimizer() -> None:
+    """States were fetched for updates that backward then does not make."""
+    after = []
+    for offload in ("optimizer", "none"):
+        memory: dict[str, Any] = {"optimizer_in_backward": True, "offload": offload}
+        if offload != "none":
+            memory["host_budget"] = 2**28
+        fabric = make_fabric(memory=memory, nonfinite_gradients="ignore")
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
+        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=0.1, momentum=0.9))
+        held = []
+        for _ in range(3):
+            fabric.backward(model(torch.ones(8, 96)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            held.append(model(torch.ones(8, 96)).mean())
+        after.append([p.detach().clone() for p in net.parameters()])
+    assert all(map(torch.equal, *after))

@@ -37,7 +37,8 @@ class OfferedUpdates:
         )
         attempt = replace(plain, memory=memory)
         # Another graph: each gradient dies where it is used.
-        return attempt.with_traces(attempt.traces, attempt.arguments)
+        attempt = attempt.with_traces(attempt.traces, attempt.arguments)
+        return attempt if attempt.updated else None
 
     def take(self) -> None:
         """Let backward make them from now on, and say so."""

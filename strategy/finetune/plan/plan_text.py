@@ -95,9 +95,10 @@ def _made_in(plan: Any, progress: Progress) -> str:
     took = f"made in {total_s:.0f} s, {solve_s:.1f} s of it to solve"
     if not math.isfinite(plan.gap):
         return took
+    what = "waits and recomputes" if plan.actions.offloaded else "recomputes"
     if plan.gap == 0.0:
-        return f"{took}: no plan recomputes less"
-    return f"{took}: it recomputes {plan.gap:.1%} more than any plan must"
+        return f"{took}: no plan {what} less"
+    return f"{took}: it {what} {plan.gap:.1%} more than any plan must"
 
 
 def _speed(made: RunPlan) -> str:

@@ -99,34 +99,49 @@ class Choice:
         """
         return _Mix(self, budget_bytes, counts_forward=counts_forward).solve(work)
 
+    def bound_us(self, budget_bytes: float, work: Work) -> float:
+        """Return a lower bound on the time that any mix adds, by recomputing and by waiting; 0 if it was not found.
+
+        Time that recomputation takes hides copies back, wherever in backward it is.
+        """
+        return _Mix(self, budget_bytes, counts_forward=True, is_bound=True).bound_us(work)
+
 
 class _Mix:
     """The program: each storage is kept, recomputed or offloaded."""
 
-    def __init__(self, choice: Choice, budget_bytes: float, *, counts_forward: bool) -> None:
-        self._choice, model = choice, choice.model
+    def __init__(
+        self, choice: Choice, budget_bytes: float, *, counts_forward: bool, is_bound: bool = False
+    ) -> None:
+        self._choice, model, self._is_bound = choice, choice.model, is_bound
         self._needs, self._model, self._program = model.needs, model, LinearProgram()
         self._again = {
             o: self._program.variable(cost=model.costs_us[o] / model.unit_us)
             for o in self._needs.ops
         }
         self._kept = {s: self._keep_variable(s) for s in self._needs.storages}
-        small = _PER_OFFLOADED_BYTE / model.unit_bytes
+        small = 0.0 if is_bound else _PER_OFFLOADED_BYTE / model.unit_bytes
         self._away = {
             s: self._program.variable(cost=small * self._bytes(s)) for s in choice.candidates
         }
         self._cover()
         self._limit_memory(budget_bytes)
+        in_forward, in_backward = (self._program.variable(cost=1.0, high=inf) for _ in range(2))
         if counts_forward and choice.critical < model.needs.graph.num_forward:
-            self._limit_critical(budget_bytes, choice.critical)
-        for times in (self._outs(self._away), self._ins()):
-            self._limit_engine(times)
+            self._limit_critical(budget_bytes, choice.critical, in_forward)
+        self._limit_engine(self._outs(self._away), [(in_forward, -1.0)])
+        again = [(v, -model.costs_us[o] / model.unit_us) for o, v in self._again.items()]
+        self._limit_engine(self._ins(), [(in_backward, -1.0), *(again if is_bound else ())])
 
     def solve(self, work: Work) -> frozenset[int] | None:
         values = self._program.relaxed(work).values
         if values is None:
             return None
         return frozenset(s for s, variable in self._away.items() if values[variable] > 0.5)
+
+    def bound_us(self, work: Work) -> float:
+        solution = self._program.relaxed(work)
+        return 0.0 if solution.values is None else solution.bound * self._model.unit_us
 
     def _keep_variable(self, storage: int) -> int:
         pin = self._model.pinned.get(storage)
@@ -156,11 +171,14 @@ class _Mix:
             terms = [(v, self._bytes(s) / self._model.unit_bytes) for s, v in self._away.items()]
             self._program.row(terms, most=most)
 
-    def _limit_critical(self, budget_bytes: float, position: int) -> None:
-        """Count at an operation of forward what is kept, and what is not out by its start."""
+    def _limit_critical(self, budget_bytes: float, position: int, more: int) -> None:
+        """Count at an operation of forward what is kept, and what is not out by its start.
+
+        `more` is the variable of the time that forward waits.
+        """
         needs, model, program = self._needs, self._model, self._program
         early = {s: v for s, v in self._away.items() if needs.producer[s] < position}
-        out, more = program.variable(high=inf), program.variable(cost=1.0, high=inf)
+        out = program.variable(high=inf)
         there = {s: v for s, v in self._kept.items() if needs.producer[s] < position}
         terms = [(v, self._bytes(s) / model.unit_bytes) for s, v in there.items()]
         terms += (away := [(v, self._bytes(s) / model.unit_bytes) for s, v in early.items()])
@@ -176,16 +194,17 @@ class _Mix:
             later = (more, -per_us * model.unit_us)
             program.row([(out, 1.0), *before, later], most=per_us * left_us[number - 1][1])
 
-    def _limit_engine(self, left_us: Sequence[tuple[int, float]]) -> None:
-        """Require of copies, in the order of their slack, that they fit into the time, or into time that is added."""
+    def _limit_engine(
+        self, left_us: Sequence[tuple[int, float]], more: Sequence[tuple[int, float]]
+    ) -> None:
+        """Require of copies, in the order of their slack, that they fit into the time, or into `more` of it."""
         unit = self._model.unit_us
-        more = self._program.variable(cost=1.0, high=inf)
         every = max(1, -(-len(left_us) // _MOMENTS))
         for number in range(len(left_us), 0, -every):
             some = left_us[:number]
             rates = self._choice.rates
             terms = [(self._away[s], rates.us(self._bytes(s)) / unit) for s, _ in some]
-            self._program.row([*terms, (more, -1.0)], most=some[-1][1] / unit)
+            self._program.row([*terms, *more], most=some[-1][1] / unit)
 
     def _outs(
         self, storages: Iterable[int], position: int | None = None

@@ -231,9 +231,12 @@ class _Mixes:
         Raises:
             BudgetError: there is none.
         """
-        if self._all:
-            return min(self._all, key=lambda plan: (plan.added_us, plan.offloaded_bytes))
-        raise self._no_plan()
+        if not self._all:
+            raise self._no_plan()
+        found = min(self._all, key=lambda plan: (plan.added_us, plan.offloaded_bytes))
+        work = self._problem.evaluate.work.part(self.time_limit_s)
+        bound_us = self._choice.bound_us(self.budget_bytes, work)
+        return replace(found, lower_bound_us=min(bound_us, found.added_us))
 
     def solved(self, budget_bytes: int | None, **others: Any) -> Plan:
         return solve(
@@ -247,7 +250,7 @@ class _Mixes:
         )
 
     def _timed(self, plan: Plan) -> Plan:
-        """Return the plan with the time for which its copies hold it up; no bound is known for mixes."""
+        """Return the plan with the time for which its copies hold it up, without the bound of its search."""
         plan = replace(plan, copies_within_bytes=self.budget_bytes, lower_bound_us=0.0)
         time = timed(
             plan,

@@ -133,7 +133,7 @@ def test_mixes_are_near_the_best_of_all_and_never_slower_than_without_offload(
 ) -> None:
     """With all sets of few values tried, and with the sets that the linear program proposes."""
     monkeypatch.setattr(mixes, "FEW_CANDIDATES", few)
-    lost, num_offloading = [], 0
+    lost, num_offloading, num_bounded = [], 0, 0
     for seed in SEEDS:
         graph, best = random_graph(seed), best_of(seed)
         for budget in budgets_of(graph)[:3]:
@@ -145,8 +145,11 @@ def test_mixes_are_near_the_best_of_all_and_never_slower_than_without_offload(
             assert plan.predicted_peak_bytes <= budget
             assert plan.added_us <= alone_us(graph, budget)
             num_offloading += bool(plan.actions.offloaded)
+            assert plan.lower_bound_us <= best[budget] + 1e-6
+            num_bounded += plan.lower_bound_us > 0
             lost.append((plan.added_us - best[budget]) / sum(costs_of(graph)))
     assert num_offloading >= 2
+    assert num_bounded >= 1
     assert len(lost) >= 5
     assert sum(lost) / len(lost) < 0.01
     assert max(lost) < 0.1
