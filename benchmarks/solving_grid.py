@@ -4,7 +4,7 @@
 
 Each run is captured and lowered as `plan` does, for 64 H200 under zero3 and rows of 8,192 tokens; then each budget is
 solved anew. Time is CPU time of the solver. The gap is (step - bound) / step: the step's time under the plan, and the
-least that any plan without offload can take, at the device's rates.
+least that any plan can take, at the device's rates.
 """
 
 from __future__ import annotations

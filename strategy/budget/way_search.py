@@ -90,9 +90,18 @@ class WaySearch:
             if tried.run.more_bytes <= 0:
                 return self._compressed(self._quicker(tried))
             refused.append(tried)
+            if (alone := self._without_copies(attempt)) is not None:
+                return self._compressed(alone)
             if not self._is_reserved and self._is_of_update(tried):
                 break
         return min(refused, key=lambda each: each.run.more_bytes)
+
+    def _without_copies(self, attempt: Attempt) -> Tried | None:
+        """Try an attempt whose plans with copies to the host did not fit without those; None: neither does."""
+        if attempt.offload is None or attempt.offload.is_last_resort:
+            return None
+        tried = self._tried(replace(attempt, offload=None))
+        return tried if tried.run.more_bytes <= 0 else None
 
     def _is_of_update(self, tried: Tried) -> bool:
         """Tell whether the peak is that of the optimizer's update on the rank that lacks most: no way changes it."""
@@ -180,7 +189,7 @@ class WaySearch:
 
     def _step_us(self, tried: Tried) -> float:
         """Return a step's time by the device's rates, equal on all ranks."""
-        return sum(costs_us(tried.attempt.graph, self._device)) + tried.offer.plan.recompute_us
+        return sum(costs_us(tried.attempt.graph, self._device)) + tried.offer.plan.added_us
 
     def _is_on_any(self, fact: bool) -> bool:
         return largest(int(fact), self._data_parallel) > 0

@@ -6,7 +6,7 @@ elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +43,7 @@ class Call:
     def in_way(self, way: Way) -> Any:
         if way.is_tiled and self.tiled_bytes is None:
             return None
-        return SimpleNamespace(way=way, loss_tile_bytes=0)
+        return SimpleNamespace(way=way, loss_tile_bytes=0, offload=None)
 
     def tried(self, attempt: Any) -> Any:
         self.asked.append(attempt.way)
@@ -84,14 +84,17 @@ class Losses:
 
     def in_way(self, way: Way) -> Any:
         graph = SimpleNamespace(ops=())
-        return SimpleNamespace(way=way, loss_tile_bytes=40 // way.loss_divisor, graph=graph)
+        return SimpleNamespace(
+            way=way, loss_tile_bytes=40 // way.loss_divisor, graph=graph, offload=None
+        )
 
     def taken_bytes(self, way: Way) -> int:
         return BUDGET_BYTES - (40 - 40 // way.loss_divisor if self.is_at_peak else 0)
 
     def tried(self, attempt: Any) -> Any:
         self.solved.append(attempt.way.loss_divisor)
-        plan = SimpleNamespace(recompute_us=9.0 / attempt.way.loss_divisor)
+        us = 9.0 / attempt.way.loss_divisor
+        plan = SimpleNamespace(recompute_us=us, added_us=us)
         run, offer = SimpleNamespace(more_bytes=0), SimpleNamespace(plan=plan)
         return SimpleNamespace(attempt=attempt, run=run, offer=offer)
 
@@ -142,3 +145,30 @@ def test_no_plans_are_solved_for_smaller_losses_with_which_one_that_is_refused_n
     losses = TooLarge(is_at_peak, more_bytes=more_bytes)
     search(losses, is_reserved=True)
     assert losses.solved == divisors
+
+
+@dataclass(frozen=True)
+class Copying:
+    """An attempt that may copy to the host, of a call that fits without copies, or in tiles."""
+
+    way: Way = field(default_factory=Way)
+    offload: Any = field(default_factory=lambda: SimpleNamespace(is_last_resort=False))
+    loss_tile_bytes: int = 0
+
+    def in_way(self, way: Way) -> Copying:
+        return replace(self, way=way)
+
+
+def test_what_does_not_fit_with_copies_is_tried_without_before_it_is_tiled() -> None:
+    asked: list[tuple[bool, bool]] = []
+
+    def tried(attempt: Any) -> Any:
+        asked.append((attempt.way.is_tiled, attempt.offload is None))
+        fits = attempt.way.is_tiled or attempt.offload is None
+        call = SimpleNamespace(profile=SimpleNamespace(peak_bytes=BUDGET_BYTES))
+        run = SimpleNamespace(more_bytes=0 if fits else 9, call=call)
+        return SimpleNamespace(attempt=attempt, run=run)
+
+    call: Any = SimpleNamespace(in_way=Copying().in_way, tried=tried, ran=None)
+    search(call, is_reserved=True)
+    assert asked == [(False, False), (False, True)]
