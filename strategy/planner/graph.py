@@ -8,7 +8,7 @@ recomputed ones twice, and after each the storages that die.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal, TypeAlias
 
@@ -208,6 +208,17 @@ class StepMemory:
     update_allocations: tuple[Allocations, ...] = field(default=(), compare=False, repr=False)
     """Those of the first update, which leaves the optimizer's state, and of the second, which counts on from the
     first."""
+
+    def with_update_of(self, other: StepMemory) -> StepMemory:
+        """Return the memory of this step with another's states and update."""
+        return replace(
+            self,
+            optimizer_bytes=other.optimizer_bytes,
+            host_bytes=other.host_bytes,
+            update_peak_bytes=other.update_peak_bytes,
+            update_allocations=other.update_allocations,
+            updates=other.updates,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from harness import models
 from harness.copy_engines import small_values
+from harness.elsewhere import as_elsewhere
 from harness.fabric import clipped_step, make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.memory import measured_memory
-from thunder_memsave.budget.offload import last_resort
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.ops.host_copies.engine import host_of
@@ -31,16 +30,6 @@ from thunder_memsave.sharding.sharded_parameter import as_rows
 
 NO_LIMIT = 2**40
 HOST_BYTES = 10_000_000
-
-
-@contextmanager
-def as_elsewhere() -> Iterator[None]:
-    """Take the CPU for a device that is not the host, and let small states be copied in several pieces."""
-    with (
-        patch.object(last_resort, "is_host", lambda _: False),
-        patch.object(on_host, "PIECE_BYTES", 50_000),
-    ):
-        yield
 
 
 @pytest.fixture

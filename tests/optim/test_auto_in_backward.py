@@ -5,11 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,13 +15,12 @@ from lightning.fabric.plugins import MixedPrecision
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
+from harness.elsewhere import as_elsewhere
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.memory import measured_memory
-from thunder_memsave.budget.offload import last_resort
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.fabric.updates import update_in_backward
-from thunder_memsave.optim import on_host
 from thunder_memsave.optim.in_backward import UpdatesInBackward
 from thunder_memsave.optim.on_host import StatesOnHost
 from thunder_memsave.settings.problems import ConfigError
@@ -31,16 +28,6 @@ from thunder_memsave.sharding.sharded_parameter import as_rows
 
 NO_LIMIT = 2**40
 HOST_BYTES = 10_000_000
-
-
-@contextmanager
-def as_elsewhere() -> Iterator[None]:
-    """Take the CPU for a device that is not the host, and let small states be copied in several pieces."""
-    with (
-        patch.object(last_resort, "is_host", lambda _: False),
-        patch.object(on_host, "PIECE_BYTES", 50_000),
-    ):
-        yield
 
 
 class Net(nn.Sequential):

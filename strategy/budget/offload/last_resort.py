@@ -93,17 +93,7 @@ class LastResort:
 
     def _with_states(self, first: Attempt) -> Attempt | None:
         away = self._memory_without_states()
-        if away is None:
-            return None
-        memory = replace(
-            first.memory,
-            optimizer_bytes=away.optimizer_bytes,
-            host_bytes=away.host_bytes,
-            update_peak_bytes=away.update_peak_bytes,
-            update_allocations=away.update_allocations,
-            updates=away.updates,
-        )
-        return first.with_memory(memory)
+        return None if away is None else first.with_memory(first.memory.with_update_of(away))
 
     def _memory_without_states(self) -> StepMemory | None:
         """Return what a step holds besides with its states on the host; None: there are none, or they cannot be."""
@@ -191,7 +181,7 @@ def best_of(
     best: Callable[[Attempt], Tried],
     about_bytes: Callable[[Attempt], int],
     *,
-    updates: OfferedUpdates | None = None,
+    updates: OfferedUpdates | None,
     budget_bytes: int | None,
     data_parallel: DataParallel | None,
 ) -> Tried:
@@ -246,34 +236,37 @@ class _Tries:
 
     def fitting(self, attempt: Attempt) -> Tried | None:
         """Try an attempt, then with updates in backward; None: neither fits."""
-        found = self._tried(attempt)
-        if isinstance(found, Tried) or self.updates is None:
-            return found if isinstance(found, Tried) else None
+        found, lacking = self._tried(attempt)
+        other = self._in_backward(attempt, lacking) if found is None else None
+        if self.updates is None or other is None:
+            return found
+        found, _ = self._tried(other)
+        if found is not None:
+            self.updates.take()
+        return found
+
+    def _in_backward(self, attempt: Attempt, lacking: int) -> Attempt | None:
+        """Return the attempt with updates in backward; None: it has none, or they free too little of what lacks."""
+        if self.updates is None:
+            return None
         freed_bytes, budget_bytes = most_freed(attempt), self.budget_bytes or 0
-        is_little = freed_bytes < _MUCH * (budget_bytes + found) and freed_bytes < found
+        is_little = freed_bytes < _MUCH * (budget_bytes + lacking) and freed_bytes < lacking
         if largest(int(is_little), self.data_parallel):
             return None
         other = self.updates.attempt(attempt)
-        if largest(int(other is None), self.data_parallel):
-            return None
-        assert other is not None
-        found = self._tried(other)
-        if isinstance(found, Tried):
-            self.updates.take()
-            return found
-        return None
+        return None if largest(int(other is None), self.data_parallel) else other
 
-    def _tried(self, attempt: Attempt) -> Tried | int:
-        """Return a plan that fits, or the bytes that are lacking."""
+    def _tried(self, attempt: Attempt) -> tuple[Tried | None, int]:
+        """Return a plan that fits, or None with the bytes that are lacking."""
         lacking = 0 if self.budget_bytes is None else least_bytes(attempt) - self.budget_bytes
         if largest(int(lacking > 0), self.data_parallel):
             self.hopeless.append(attempt)
-            return largest(lacking, self.data_parallel)
+            return None, largest(lacking, self.data_parallel)
         tried = self.best(attempt)
         if tried.run.more_bytes <= 0:
-            return tried
+            return tried, 0
         self.refused.append(tried)
-        return tried.run.more_bytes
+        return None, tried.run.more_bytes
 
 
 def _smallest(refused: Sequence[Tried]) -> Tried:

@@ -27,15 +27,7 @@ class OfferedUpdates:
         found = self.memory(bool(plain.memory.host_bytes))
         if found is None or not found.updates:
             return None
-        memory = replace(
-            plain.memory,
-            optimizer_bytes=found.optimizer_bytes,
-            host_bytes=found.host_bytes,
-            update_peak_bytes=found.update_peak_bytes,
-            update_allocations=found.update_allocations,
-            updates=found.updates,
-        )
-        attempt = replace(plain, memory=memory)
+        attempt = replace(plain, memory=plain.memory.with_update_of(found))
         # Another graph: each gradient dies where it is used.
         attempt = attempt.with_traces(attempt.traces, attempt.arguments)
         return attempt if attempt.updated else None

@@ -167,22 +167,20 @@ def plan_run(
             data_parallel = automatically_accumulating(
                 data_parallel, model.parameters(), budget_bytes=_about(budget_bytes, few)
             )
-        memory = _step_memory(config, objective, model, device, sizes)
-        on_host = replace(config, memory=replace(config.memory, offload="optimizer"))
+        about_step = (config, objective, model, device, sizes)
+        memory = _step_memory(*about_step)
         states = States(
-            memory=partial(_step_memory, on_host, objective, model, device, sizes),
-            move=lambda: None,
+            memory=partial(_step_memory, *about_step, offload="optimizer"), move=lambda: None
         )
         if sizes.gradient_accumulation_steps > 1 and may_keep(data_parallel):
             kept_bytes = whole_gradient_bytes(model.parameters())
             memory = replace(memory, gradient_bytes=memory.gradient_bytes + kept_bytes)
-        of_model = (objective, model, device, sizes)
         updates = None
         if (
             strategy.memory.optimizer_in_backward == "auto"
             and sizes.gradient_accumulation_steps == 1
         ):
-            updates = OfferedUpdates(partial(_with_updates, config, *of_model), lambda: None)
+            updates = OfferedUpdates(partial(_with_updates, *about_step), lambda: None)
         about = (strategy, device, budget_bytes, data_parallel, memory, states, updates)
         planner = RunPlanner(*about) if few is None else FewLayersPlanner(few, *about)
         outside = _outside_bytes(device, num_ranks, data_parallel)
@@ -322,7 +320,10 @@ def _step_memory(
     model: nn.Module,
     device: Device,
     sizes: BatchSizes,
+    **changes: Any,
 ) -> StepMemory:
+    """Return what a step holds besides, with other settings of memory."""
+    config = replace(config, memory=replace(config.memory, **changes))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device_type = _target(device).type
     optimizer = make_optimizer(config, trained, device_type=device_type)
@@ -351,11 +352,9 @@ def _with_updates(
     on_host: bool,
 ) -> StepMemory | None:
     """Return what a step holds besides with updates in backward; None: its optimizer cannot make them."""
-    memory = replace(config.memory, optimizer_in_backward=True)
-    if on_host:
-        memory = replace(memory, offload="optimizer")
+    changes = {"optimizer_in_backward": True, **({"offload": "optimizer"} if on_host else {})}
     with suppress(ConfigError, StepMemoryError):
-        return _step_memory(replace(config, memory=memory), objective, model, device, sizes)
+        return _step_memory(config, objective, model, device, sizes, **changes)
     return None
 
 

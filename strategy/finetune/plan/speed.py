@@ -18,16 +18,15 @@ def micro_batch_us(made: RunPlan) -> float:
     Kernels run at the rates that they usually sustain, one after the other. What waits for copies of activations
     counts, and so does the part of one micro-batch in the copies of an optimizer's states that are on the host.
     """
-    ops = (step.op for step in made.call.program.steps)
-    own = (op for op in ops if op.repeat != "free" and op.symbol != UPDATE)
+    own = (step.op for step in made.call.program.steps if step.op.symbol != UPDATE)
     computing_us = sum(roofline_us(op, made.device) for op in own)
     return computing_us + waits_us(made)
 
 
 def again_us(made: RunPlan) -> float:
     """Return what of that is recomputation."""
-    steps = (s for s in made.call.program.steps if s.op.repeat != "free" and s.is_repeated)
-    return sum(roofline_us(step.op, made.device) for step in steps)
+    steps = made.call.program.steps
+    return sum(roofline_us(step.op, made.device) for step in steps if step.is_repeated)
 
 
 def waits_us(made: RunPlan) -> float:

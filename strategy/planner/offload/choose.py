@@ -9,7 +9,7 @@ So it proposes; the search for a plan with these values on the host, and the sim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations
@@ -113,7 +113,7 @@ class _Mix:
     def __init__(
         self, choice: Choice, budget_bytes: float, *, counts_forward: bool, is_bound: bool = False
     ) -> None:
-        self._choice, model, self._is_bound = choice, choice.model, is_bound
+        self._choice, model = choice, choice.model
         self._needs, self._model, self._program = model.needs, model, LinearProgram()
         self._again = {
             o: self._program.variable(cost=model.costs_us[o] / model.unit_us)
@@ -128,7 +128,7 @@ class _Mix:
         self._limit_memory(budget_bytes)
         in_forward, in_backward = (self._program.variable(cost=1.0, high=inf) for _ in range(2))
         if counts_forward and choice.critical < model.needs.graph.num_forward:
-            self._limit_critical(budget_bytes, choice.critical, in_forward)
+            self._limit_critical(budget_bytes, in_forward)
         self._limit_engine(self._outs(self._away), [(in_forward, -1.0)])
         again = [(v, -model.costs_us[o] / model.unit_us) for o, v in self._again.items()]
         self._limit_engine(self._ins(), [(in_backward, -1.0), *(again if is_bound else ())])
@@ -164,33 +164,35 @@ class _Mix:
 
     def _limit_memory(self, budget_bytes: float) -> None:
         always = float(self._model.always_live.forward[-1])
-        terms = [(v, self._bytes(s) / self._model.unit_bytes) for s, v in self._kept.items()]
-        self._program.row(terms, most=(budget_bytes - always) / self._model.unit_bytes)
+        most = (budget_bytes - always) / self._model.unit_bytes
+        self._program.row(self._held(self._kept), most=most)
         if self._choice.host_bytes < inf:
             most = self._choice.host_bytes / self._model.unit_bytes
-            terms = [(v, self._bytes(s) / self._model.unit_bytes) for s, v in self._away.items()]
-            self._program.row(terms, most=most)
+            self._program.row(self._held(self._away), most=most)
 
-    def _limit_critical(self, budget_bytes: float, position: int, more: int) -> None:
+    def _held(self, variables: Mapping[int, int], *, sign: int = 1) -> list[tuple[int, float]]:
+        """Return the terms of the bytes of storages, each as far as its variable says."""
+        unit = sign * self._model.unit_bytes
+        return [(v, self._bytes(s) / unit) for s, v in variables.items()]
+
+    def _limit_critical(self, budget_bytes: float, more: int) -> None:
         """Count at an operation of forward what is kept, and what is not out by its start.
 
         `more` is the variable of the time that forward waits.
         """
         needs, model, program = self._needs, self._model, self._program
+        position = self._choice.critical
         early = {s: v for s, v in self._away.items() if needs.producer[s] < position}
         out = program.variable(high=inf)
         there = {s: v for s, v in self._kept.items() if needs.producer[s] < position}
-        terms = [(v, self._bytes(s) / model.unit_bytes) for s, v in there.items()]
-        terms += (away := [(v, self._bytes(s) / model.unit_bytes) for s, v in early.items()])
-        always = float(model.always_live.forward[position])
-        program.row([*terms, (out, -1.0)], most=(budget_bytes - always) / model.unit_bytes)
-        program.row([(out, 1.0), *((v, -nbytes) for v, nbytes in away)], most=0.0)
+        most = (budget_bytes - self._choice.always_bytes) / model.unit_bytes
+        program.row([*self._held(there), *self._held(early), (out, -1.0)], most=most)
+        program.row([(out, 1.0), *self._held(early, sign=-1)], most=0.0)
         # What is out was made before a moment, or was copied after it.
         per_us = self._choice.rates.bytes_per_s / 1e6 / model.unit_bytes
         left_us = self._outs(early, position)
-        every = max(1, -(-len(left_us) // _MOMENTS))
-        for number in range(len(left_us), 0, -every):
-            before = [(early[s], -self._bytes(s) / model.unit_bytes) for s, _ in left_us[number:]]
+        for number in _lengths(left_us):
+            before = self._held({s: early[s] for s, _ in left_us[number:]}, sign=-1)
             later = (more, -per_us * model.unit_us)
             program.row([(out, 1.0), *before, later], most=per_us * left_us[number - 1][1])
 
@@ -199,8 +201,7 @@ class _Mix:
     ) -> None:
         """Require of copies, in the order of their slack, that they fit into the time, or into `more` of it."""
         unit = self._model.unit_us
-        every = max(1, -(-len(left_us) // _MOMENTS))
-        for number in range(len(left_us), 0, -every):
+        for number in _lengths(left_us):
             some = left_us[:number]
             rates = self._choice.rates
             terms = [(self._away[s], rates.us(self._bytes(s)) / unit) for s, _ in some]
@@ -227,6 +228,11 @@ class _Mix:
 
     def _bytes(self, storage: int) -> int:
         return self._needs.graph.storages[storage].nbytes
+
+
+def _lengths(rows: Sequence[object]) -> range:
+    """Return the lengths of the beginnings that have a row, the whole first."""
+    return range(len(rows), 0, -max(1, -(-len(rows) // _MOMENTS)))
 
 
 def targets(budget_bytes: float, always_bytes: float) -> Iterator[float]:

@@ -105,7 +105,7 @@ def problem_of(
 ) -> Problem:
     """Prepare a graph; the arguments are those of `solve`."""
     found = needs(graph)
-    kept, all_kept = (
+    cheap, all_kept = (
         _named(found, choose_cheap(found, pinned=pinned, moved_per_kept_byte=moved))
         for moved in (MOVED_PER_KEPT_BYTE, 0)
     )
@@ -121,7 +121,7 @@ def problem_of(
     evaluate.costs_us = tuple(0.0 if o in anyway else us for o, us in enumerate(costs_us))
     return Problem(
         needs=found,
-        cheap=kept,
+        cheap=cheap,
         all_kept=all_kept,
         least=frozenset(found.must_keep) | _read_of(found, pinned.kept),
         evaluate=evaluate,

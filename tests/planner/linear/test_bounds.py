@@ -89,7 +89,7 @@ def test_pinned_storages_are_kept_in_the_bound_too() -> None:
 def test_plans_for_llama_8b_are_near_the_bound_on_all_plans(part: float) -> None:
     graph = llama_like(32, tokens=8192, width=4096, hidden=14336, kv=1024)
     costs = costs_us(graph, device("h200"))
-    free = cheap_plan(graph, costs)
-    plan = solve(graph, budget_bytes=int(part * free.predicted_peak_bytes), costs_us=costs)
+    cheap = cheap_plan(graph, costs)
+    plan = solve(graph, budget_bytes=int(part * cheap.predicted_peak_bytes), costs_us=costs)
     assert 0 < plan.lower_bound_us <= plan.recompute_us
     assert plan.gap < 0.01

@@ -33,8 +33,8 @@ def test_an_integer_program_bounds_all_plans(seed: int) -> None:
 def test_a_loss_between_forward_and_backward_leaves_plans_near_the_bound() -> None:
     graph = llama_like(8, tokens=8192, width=4096, hidden=14336, kv=1024)
     costs, memory = costs_us(graph, device("h200")), StepMemory(between_bytes=12 << 30)
-    free = cheap_plan(graph, costs, memory)
-    budget = int(0.8 * free.predicted_peak_bytes)
+    cheap = cheap_plan(graph, costs, memory)
+    budget = int(0.8 * cheap.predicted_peak_bytes)
     plan = solve(graph, budget_bytes=budget, costs_us=costs, memory=memory)
     assert plan.predicted_peak_bytes <= budget
     assert 0 < plan.lower_bound_us <= plan.recompute_us

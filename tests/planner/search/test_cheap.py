@@ -33,12 +33,12 @@ def swiglu() -> GraphBuilder:
     return b
 
 
-def free(graph: TrainingGraph) -> frozenset[str]:
+def cheap(graph: TrainingGraph) -> frozenset[str]:
     return choose_cheap(needs(graph))
 
 
 def test_a_gated_unit_keeps_only_the_results_of_matrix_products() -> None:
-    assert free(swiglu().graph(outputs="y", gradients="dwd dwg")) == {"gate", "up"}
+    assert cheap(swiglu().graph(outputs="y", gradients="dwd dwg")) == {"gate", "up"}
 
 
 def test_pinned_storages_are_kept_or_recomputed_in_any_case() -> None:
@@ -57,9 +57,9 @@ def test_a_mask_is_kept_where_it_is_smaller_than_its_input() -> None:
     b.backward(g=400)
     b.op("g mask", {"dx": 10}, kind="gradient")
     graph = b.graph(outputs="y", gradients="dx")
-    assert free(graph) == {"mask"}
+    assert cheap(graph) == {"mask"}
     b.op("g a", {"dw": 10}, kind="gradient")
-    assert free(b.graph(outputs="y", gradients="dx dw")) == {"a"}
+    assert cheap(b.graph(outputs="y", gradients="dx dw")) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_results_of_expensive_operations_are_kept(dear: dict[str, object]) -> No
     b.op("a", {"y": 10})
     b.backward(g=10)
     b.op("g a", {"dx": 10}, kind="gradient")
-    assert free(b.graph(outputs="y", gradients="dx")) == {"a"}
+    assert cheap(b.graph(outputs="y", gradients="dx")) == {"a"}
 
 
 def test_gathered_parameters_are_kept_unless_they_are_pinned_to_regather() -> None:
@@ -90,7 +90,7 @@ def test_gathered_parameters_are_kept_unless_they_are_pinned_to_regather() -> No
     b.backward(g=10)
     b.op("g whole", {"dx": 10}, kind="gradient")
     graph = b.graph(outputs="y", gradients="dx")
-    assert free(graph) == {"whole"}
+    assert cheap(graph) == {"whole"}
     assert choose_cheap(needs(graph), pinned=Actions({"whole": REGATHER})) == set()
 
 
@@ -112,7 +112,7 @@ def test_nothing_keeps_less_for_what_it_moves(seed: int) -> None:
     names = [graph.storages[s].name for s in needs(graph).storages]
     subsets = joined.from_iterable(combinations(names, k) for k in range(len(names) + 1))
     best = min(cost for keep in subsets if (cost := price(graph, set(keep))) is not None)
-    assert price(graph, set(free(graph))) == pytest.approx(best)
+    assert price(graph, set(cheap(graph))) == pytest.approx(best)
 
 
 def price(graph: TrainingGraph, keep: set[str]) -> float | None:

@@ -88,8 +88,8 @@ def test_several_layers_are_recomputed_together(part: float) -> None:
 
 def test_the_solver_finds_them_too() -> None:
     graph = residual_stream()
-    free = cheap_plan(graph, costs(graph), MEMORY)
-    budget = int(0.7 * free.predicted_peak_bytes)
+    cheap = cheap_plan(graph, costs(graph), MEMORY)
+    budget = int(0.7 * cheap.predicted_peak_bytes)
     plan = solve(graph, budget_bytes=budget, costs_us=costs(graph), memory=MEMORY)
     assert plan.predicted_peak_bytes <= budget
     assert 0 < plan.lower_bound_us <= plan.recompute_us
