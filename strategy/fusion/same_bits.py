@@ -1,10 +1,15 @@
-"""Asks a device whether formulas, compiled, have the bits of PyTorch's own kernels there, before any of them fuses."""
+"""Asks a device whether formulas, compiled, have the bits of PyTorch's own kernels there, before any of them fuses.
+
+Answers are kept on disk, for one processor or GPU, number of threads, PyTorch, options of inductor and code of ours.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +18,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_memsave.fusion import functions, inductor
+from thunder_memsave.measure.disk_table import DiskTable
+from thunder_memsave.measure.run_alone import environment
 from thunder_memsave.ops.cuda_device import is_here
 
 _log = logging.getLogger(__name__)
@@ -21,6 +28,7 @@ _NUM = 2**16
 """Numbers of a comparison: all of 16 bits. They take 256 KiB, which come from small segments of the device's memory."""
 _ROUNDS = 8
 _SPECIAL = (0.0, -0.0, 1.0, float("inf"), -float("inf"), 1e-45, 1e-30, 3.4e38)
+_WORDS = {True: "has the same bits", False: "has other bits"}
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,8 +47,34 @@ def has_same_bits(operator: OpOverload, dtype: torch.dtype, device: torch.device
 
 @cache
 def _is_compared(operator: OpOverload, dtype: torch.dtype, device: torch.device) -> bool:
+    answers = DiskTable("same_bits", f"{environment()}, {inductor.describe()}, {_code()}")
+    # The answer is a part of the key, so that a byte of the file that flips makes none that is wrong.
+    keys = {same: f"{operator} {dtype} {device.type} {word}" for same, word in _WORDS.items()}
+    known = [same for same, key in keys.items() if answers.get(key) == 1.0]
+    found = known[0] if len(known) == 1 else _answer(operator, dtype, device)
+    if found is None:
+        return False
+    if not known:
+        answers.put(keys[found], 1.0)
+        answers.save()
+    if not found:
+        _log.info("%s is not fused on %s: inductor's code has other bits", operator, device)
+    return found
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the formulas and of how they are compared."""
+    code = [
+        Path(str(each)).read_bytes() for each in (functions.__file__, inductor.__file__, __file__)
+    ]
+    return hashlib.sha256(b"".join(code)).hexdigest()[:8]
+
+
+def _answer(operator: OpOverload, dtype: torch.dtype, device: torch.device) -> bool | None:
+    """Compare; None: it could not be compared, which is logged."""
     try:
-        found = all(_is_same(operator, each, device) for each in {torch.float32, dtype})
+        return all(_is_same(operator, each, device) for each in {torch.float32, dtype})
     except Exception as error:  # of any type, a compiler's own among them
         _log.warning(
             "%s is not fused on %s, which takes longer: comparing its bits raised %s: %s",
@@ -49,10 +83,7 @@ def _is_compared(operator: OpOverload, dtype: torch.dtype, device: torch.device)
             type(error).__name__,
             str(error).partition("\n")[0],
         )
-        return False
-    if not found:
-        _log.info("%s is not fused on %s: inductor's code has other bits", operator, device)
-    return found
+        return None
 
 
 def _is_same(operator: OpOverload, dtype: torch.dtype, device: torch.device) -> bool:

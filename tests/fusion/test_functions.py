@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -126,13 +127,13 @@ def test_a_function_on_a_cpu_has_pytorchs_bits(operator: Any, dtype: torch.dtype
     )
 
 
-def of_neg(formula: Any, dtype: torch.dtype) -> bool:
+def of_neg(formula: Any, dtype: torch.dtype) -> bool | None:
     with (
         patch.dict(functions.FORMULAS_OF["cpu"], {aten.neg.default: formula}),
         patch.dict(functions.FORMULAS, {aten.neg.default: formula}),
     ):
         cpu = torch.device("cpu")
-        return same_bits._is_compared.__wrapped__(aten.neg.default, dtype, cpu)
+        return same_bits._answer(aten.neg.default, dtype, cpu)
 
 
 def right(x: Tensor) -> Tensor:
@@ -179,3 +180,40 @@ def test_a_comparison_that_fails_is_said(caplog: pytest.LogCaptureFixture) -> No
     assert line == (
         "aten.neg.default is not fused on cpu, which takes longer: comparing its bits raised OSError: no compiler"
     )
+
+
+def test_an_answer_is_kept_on_disk_and_one_that_is_broken_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THUNDER_MEMSAVE_CACHE", str(tmp_path))
+    asked: list[bool | None] = []
+
+    def ask(answer: bool | None) -> bool:
+        def is_same(operator: Any, dtype: torch.dtype, device: torch.device) -> bool | None:
+            asked.append(answer)
+            return answer
+
+        with patch.object(same_bits, "_answer", is_same):
+            cpu = torch.device("cpu")
+            return same_bits._is_compared.__wrapped__(aten.neg.default, torch.float32, cpu)
+
+    assert not ask(None), "it could not be compared"
+    assert not ask(False)
+    assert not ask(True), "the answer of before"
+    assert asked == [None, False]
+    (stored,) = tmp_path.glob("same_bits-*.json")
+    whole = stored.read_text()
+    for broken in (
+        whole.replace("1.0", "0.0"),
+        whole.replace("other", "ither"),
+        whole[:-4],
+        '{"numbers": [1]}',
+    ):
+        stored.write_text(broken)
+        assert ask(True), broken
+        assert asked.pop() is True, "it was asked again"
+        stored.write_text(whole)
+    with patch.object(same_bits, "_code", lambda: "other formulas"):
+        assert ask(True)
+    with patch.object(torch, "get_num_threads", lambda: 63):
+        assert ask(True)
