@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch.optim import Optimizer
 
-from thunder_memsave.budget.offload.last_resort import States
 from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
+from thunder_memsave.budget.offload.part_of_states import States
 from thunder_memsave.fabric.accumulation import Accumulation
 from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.optim.in_backward import KEY, UpdatesInBackward
-from thunder_memsave.optim.on_host import states_on_host
+from thunder_memsave.optim.on_host import Kind, num_of_kinds, states_on_host
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.gradients import clip_norm
@@ -38,31 +38,33 @@ class CountedStep:
     @property
     def states(self) -> States:
         """The states of the optimizers, which may go to the host."""
-        memory = partial(self.memory, has_budget=True, on_host=True)
-        return States(memory=memory, move=self._move_states)
+        memory = partial(self.memory, True)
+        return States(
+            memory=memory, move=self._move_states, kinds=lambda: num_of_kinds(self.optimizers)
+        )
 
     @property
     def offered(self) -> OfferedUpdates:
         """The updates of the optimizers, which backward may make."""
         return OfferedUpdates(self._with_updates, self.updates.take)
 
-    def _with_updates(self, on_host: bool) -> StepMemory | None:
+    def _with_updates(self, on_host: Sequence[Kind]) -> StepMemory | None:
         """Measure a step's memory with updates in backward; None: none are offered, or gradients are accumulated."""
         updates = self.updates
         if updates.is_on or not updates.may_be_taken or self.accumulation.was_used:
             return None
         with suppress(ConfigError, StepMemoryError):
-            return self.memory(has_budget=True, on_host=on_host, in_backward=True)
+            return self.memory(True, on_host, in_backward=True)
         return None
 
     def memory(
-        self, *, has_budget: bool, on_host: bool = False, in_backward: bool = False
+        self, has_budget: bool, on_host: Sequence[Kind] = (), *, in_backward: bool = False
     ) -> StepMemory:
         """Measure a step's memory with the optimizers so far.
 
         Args:
             has_budget: Whether plans are limited.
-            on_host: Whether to count all states as on the host.
+            on_host: The kinds of parameters whose states are counted as on the host, beside those that are there.
             in_backward: Whether to count updates as made in backward.
 
         Raises:
@@ -79,7 +81,7 @@ class CountedStep:
                 other_bytes=self.caller.other_bytes,
                 between_bytes=self.caller.between_bytes,
                 loss_allocations=self.caller.loss_allocations,
-                change=states_on_host if on_host else None,
+                change=partial(states_on_host, kinds=on_host) if on_host else None,
                 one_by_one=UpdatesInBackward() if in_backward or self.updates.is_on else None,
             )
         except StepMemoryError as error:
@@ -89,11 +91,15 @@ class CountedStep:
             if self.updates.is_on:
                 _log.warning("%s has no effect: optimizer.step() updates", KEY)
             memory = self.caller
-        return replace(memory, gradient_bytes=memory.gradient_bytes + self._kept_bytes())
+        return replace(
+            memory,
+            gradient_bytes=memory.gradient_bytes + self._kept_bytes(),
+            states_on_host=tuple(on_host),
+        )
 
-    def _move_states(self) -> None:
+    def _move_states(self, kinds: Sequence[Kind]) -> None:
         for optimizer in self.optimizers:
-            states_on_host(optimizer)
+            states_on_host(optimizer, kinds)
 
     def _kept_bytes(self) -> int:
         """Return the bytes of whole gradients that are kept between micro-batches."""

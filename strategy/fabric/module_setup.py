@@ -206,7 +206,7 @@ class ModuleSetup:
         )
 
     def _memory(self) -> StepMemory:
-        return self.counted.memory(has_budget=self.budget_bytes is not None)
+        return self.counted.memory(self.budget_bytes is not None)
 
     def _step_memory(self) -> Callable[[], StepMemory]:
         """Return what finds the bytes that a step holds besides, and refuses states that do not fit the host."""

@@ -212,6 +212,7 @@ class UpdatesInBackward:
                 for fetched in step.fetched.values():
                     drop(fetched)
                 step.fetched.clear()
+                assert isinstance(owner, StatesOnHost), "others fetch none"
                 move_out(owner)
             while step.stored:
                 end(step.stored.popitem()[1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,8 @@ class Held:
 
 def state_device(optimizer: Optimizer, p: Tensor) -> torch.device:
     """Return the device on which an optimizer keeps the states of a parameter between steps."""
-    kept_on: torch.device = getattr(optimizer, "states_device", p.device)
-    return kept_on
+    find: Callable[[Tensor], torch.device] | None = getattr(optimizer, "device_of_states", None)
+    return p.device if find is None else find(p)
 
 
 def refuse_other_states(

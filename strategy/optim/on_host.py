@@ -4,7 +4,8 @@ In: an optimizer of PyTorch, or of ours, whose update of a parameter reads nothi
 with the same bits. A piece is some parameters whose states take about `PIECE_BYTES` on the device, or one that takes
 more. While a piece is updated, the states of the next one are copied in, and those of the one before are copied out: so
 the device holds the states of at most three pieces, for the time of the update. Between steps it holds numbers alone,
-such as the count of steps, and states of less than `LEAST_BYTES`.
+such as the count of steps, and states of less than `LEAST_BYTES`; and those of all parameters of some shapes, if only
+others are asked to go.
 
 Rajbhandari et al. 2021, ZeRO-Infinity (arXiv 2104.07857), keeps states there and updates them on the CPU, which this
 does not: the kernels are the device's own.
@@ -12,10 +13,11 @@ does not: the kernels are the device's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,11 +37,15 @@ PIECE_BYTES = 128 * 2**20
 LEAST_BYTES = 4 * 2**10
 """States of fewer bytes stay on the device: a copy takes longer to begin than to make."""
 
+Kind = tuple[tuple[int, ...], str]
+"""Shape and dtype of a parameter. Layers are alike, so a part of all kinds is a part of each layer."""
+
 
 class StatesOnHost(Optimizer):
     """The part of an optimizer's class that copies its states; `states_on_host` makes such a class of another one."""
 
-    states_device: ClassVar = torch.device("cpu")
+    kinds_on_host: frozenset[Kind] | None = None
+    """The kinds of parameters whose states are on the host; None: all."""
 
     _updates: Callable[[Optimizer], Any]
     """The step of the other class, without its hooks."""
@@ -49,6 +55,10 @@ class StatesOnHost(Optimizer):
         """Bytes of states on the host, also of an optimizer without data."""
         values = (value for state in self.state.values() for value in state.values())
         return sum(v.nbytes for v in values if isinstance(v, _Absent) or _lease_of(v) is not None)
+
+    def device_of_states(self, p: Tensor) -> torch.device:
+        """Return where the states of a parameter are between steps."""
+        return torch.device("cpu") if goes_out(self, p) else p.device
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states onto the host; otherwise as the other class does."""
@@ -95,25 +105,56 @@ class StatesOnHost(Optimizer):
                 end(begun)
 
 
-def states_on_host(optimizer: Optimizer) -> None:
+def states_on_host(optimizer: Optimizer, kinds: Collection[Kind] | None = None) -> None:
     """Let an optimizer's states stay on the host from now on; it is changed in place, and states that it has move.
+
+    Args:
+        optimizer: Of any class.
+        kinds: Those of the parameters whose states go there, beside those that are there; None: all.
 
     Raises:
         ConfigError: it is not known that it updates each parameter by itself.
     """
-    if isinstance(optimizer, StatesOnHost):
-        return
-    refuse_updates_at_once(
-        optimizer,
-        does="keeps an optimizer's states on the host",
-        key="memory.offload",
-        instead="'none' or 'activations'",
-    )
-    change_class(optimizer, _class_on_host(type(optimizer)))
+    if not isinstance(optimizer, StatesOnHost):
+        refuse_updates_at_once(
+            optimizer,
+            does="keeps an optimizer's states on the host",
+            key="memory.offload",
+            instead="'none' or 'activations'",
+        )
+        change_class(optimizer, _class_on_host(type(optimizer)))
+        assert isinstance(optimizer, StatesOnHost)
+        optimizer.kinds_on_host = frozenset()
+    before = optimizer.kinds_on_host
+    optimizer.kinds_on_host = None if kinds is None or before is None else before | set(kinds)
     move_out(optimizer)
 
 
-def move_out(optimizer: Optimizer) -> None:
+def kind_of(p: Tensor) -> Kind:
+    """Return the kind of a parameter."""
+    return tuple(p.shape), str(p.dtype)
+
+
+def num_of_kinds(optimizers: Iterable[Optimizer]) -> dict[Kind, int]:
+    """Return how many trained parameters of each kind have states that are not asked to go to the host yet.
+
+    Those of fewer than `LEAST_BYTES` are left out, as their states stay.
+    """
+    found: dict[Kind, int] = {}
+    for optimizer in optimizers:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            is_there = isinstance(optimizer, StatesOnHost) and goes_out(optimizer, p)
+            if p.requires_grad and not is_there and p.nbytes >= LEAST_BYTES:
+                found[kind_of(p)] = found.get(kind_of(p), 0) + 1
+    return found
+
+
+def goes_out(optimizer: StatesOnHost, p: Tensor) -> bool:
+    """Tell whether the states of a parameter are on the host between steps."""
+    return optimizer.kinds_on_host is None or kind_of(p) in optimizer.kinds_on_host
+
+
+def move_out(optimizer: StatesOnHost) -> None:
     """Copy all states to the host that are not there, and wait for it."""
     leaving: list[Copy] = []
     begin_out(optimizer, [p for p in optimizer.state if isinstance(p, Tensor)], leaving)
@@ -238,12 +279,12 @@ def begin_in(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[Copy]) -
             begun.append(Copy(wait, state, key, made))
 
 
-def begin_out(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[Copy]) -> None:
+def begin_out(optimizer: StatesOnHost, piece: Sequence[Tensor], begun: list[Copy]) -> None:
     """Begin to copy the states of parameters to the host."""
-    for p in piece:
+    for p in filter(partial(goes_out, optimizer), piece):
         state = optimizer.state.get(p, {})
         for key, value in state.items():
-            if not _goes_out(value):
+            if not _is_to_go(value):
                 continue
             if isinstance(value, FakeTensor):
                 absent = _Absent(value.shape, value.stride(), value.dtype)
@@ -255,7 +296,7 @@ def begin_out(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[Copy]) 
             begun.append(Copy(wait, state, key, kept))
 
 
-def _goes_out(value: Any) -> bool:
+def _is_to_go(value: Any) -> bool:
     """Tell whether a value of a state is one that stays on the host, and is not there yet."""
     if not isinstance(value, Tensor) or _lease_of(value) is not None:
         return False
@@ -294,10 +335,15 @@ def _at_once() -> None:
 
 
 def _held(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Keep PyTorch from moving states to the device of their parameter."""
+    """Keep PyTorch from moving states to the device of their parameter, where they are to be on the host."""
+    assert isinstance(optimizer, StatesOnHost)
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    pairs = zip(numbers, parameters, strict=False)  # PyTorch compares their lengths
+    out = {number for number, p in pairs if goes_out(optimizer, p)}
     state = {
-        number: {k: Held(v) if k != "step" and _goes_out(v) else v for k, v in values.items()}
-        if isinstance(values, Mapping)
+        number: {k: Held(v) if k != "step" and _is_to_go(v) else v for k, v in values.items()}
+        if isinstance(values, Mapping) and number in out
         else values
         for number, values in state_dict["state"].items()
     }
@@ -306,12 +352,13 @@ def _held(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _moved_out(optimizer: Optimizer) -> None:
     """Put what was loaded into buffers of the host."""
+    assert isinstance(optimizer, StatesOnHost)
     for p, state in optimizer.state.items():
-        if not isinstance(p, Tensor):
+        if not isinstance(p, Tensor) or not goes_out(optimizer, p):
             continue
         for key, value in state.items():
             value = value.value if isinstance(value, Held) else value
-            if key != "step" and _goes_out(value):
+            if key != "step" and _is_to_go(value):
                 kept = _in_buffer(value, host_of(p.device))
                 kept.copy_(value)
                 value = kept

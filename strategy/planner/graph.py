@@ -193,6 +193,8 @@ class StepMemory:
     """Bytes of optimizer state on the device."""
     host_bytes: int = 0
     """Bytes of optimizer state on the host."""
+    states_on_host: tuple[tuple[tuple[int, ...], str], ...] = ()
+    """Shapes and dtypes of the parameters whose states are to go there; empty: none but those that are there."""
     other_bytes: int = 0
     """Bytes of everything else that stays: parameters and buffers that this call does not read, other models."""
     between_bytes: int = 0
@@ -215,6 +217,7 @@ class StepMemory:
             self,
             optimizer_bytes=other.optimizer_bytes,
             host_bytes=other.host_bytes,
+            states_on_host=other.states_on_host,
             update_peak_bytes=other.update_peak_bytes,
             update_allocations=other.update_allocations,
             updates=other.updates,
@@ -319,8 +322,10 @@ class Plan:
     def gap(self) -> float:
         """Time added beyond the lower bound, as a fraction of that bound; infinite if no bound is known.
 
-        0 where the solver, which is not exact, cannot tell them apart.
+        0 where the solver, which is not exact, cannot tell them apart. Where no activations are copied, what waits does
+        so for states or weights, which no plan of the same call changes much: it is left out.
         """
-        if self.added_us <= self.lower_bound_us * (1 + _PRECISION):
+        added_us = self.added_us if self.actions.offloaded else self.recompute_us
+        if added_us <= self.lower_bound_us * (1 + _PRECISION):
             return 0.0
-        return self.added_us / self.lower_bound_us - 1.0 if self.lower_bound_us > 0 else inf
+        return added_us / self.lower_bound_us - 1.0 if self.lower_bound_us > 0 else inf

@@ -21,7 +21,7 @@ from harness.copy_engines import small_values
 from harness.elsewhere import as_elsewhere
 from harness.fabric import clipped_step, make_fabric, on_fabric_rank, run_on_fabric_ranks
 from harness.memory import measured_memory
-from thunder_memsave.distributed.agreement import OtherRankError
+from harness.smallest_budget import smallest_budget
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.optim import on_host
@@ -98,9 +98,9 @@ def test_states_go_to_the_host_where_nothing_else_fits(
     caplog.set_level(logging.INFO)
     found = Run(budget_bytes).steps(3)
     assert found.is_on_host
-    assert found.peak_bytes == there.peak_bytes
+    assert there.peak_bytes <= found.peak_bytes <= budget_bytes
     assert found.same_as(here)
-    assert "nothing fits with the optimizer's states on the device" in caplog.text
+    assert "nothing fits with all of the optimizer's states on the device" in caplog.text
     strategy: Any = found.fabric.strategy
     assert "on the host: " in strategy.explain()
 
@@ -108,7 +108,7 @@ def test_states_go_to_the_host_where_nothing_else_fits(
 def test_the_peak_is_the_planned_one_to_the_byte(elsewhere: None) -> None:
     run = Run(Run(offload="none").steps(1).peak_bytes - 1).steps(1)
     kept = [value for values in run.made.state.values() for value in values.values()]
-    here = [value for value in kept if value.nbytes < on_host.LEAST_BYTES]
+    here = [value for value in kept if on_host._lease_of(value) is None]
     before = sum(t.nbytes for t in (*run.net.parameters(), *here, run.inputs))
     assert run.is_on_host
     assert run.peak_bytes == before + measured_memory(run.step).peak_bytes
@@ -205,27 +205,14 @@ def loaded(run: Run, path: Path) -> Run:
     return run
 
 
-def smallest_bytes(**asked: Any) -> int:
-    """Return what the error of a budget that is too small names, which only rank 0 knows."""
-    run, smallest = Run(1000, **asked), None
-    try:
-        run.step()
-    except BudgetError as error:
-        smallest = error.smallest_bytes
-    except OtherRankError:
-        pass
-    found = run.fabric.broadcast(smallest)
-    assert found is not None
-    return found
-
-
 @on_fabric_rank
 def check_ranks(directory: Path) -> None:
     with as_elsewhere():
         for sharding in ("zero2", "zero3"):
             asked: dict[str, Any] = {"devices": 2, "sharding": sharding, "timeout": "2min"}
             here = Run(offload="none", **asked).steps(3)
-            budget_bytes = smallest_bytes(offload="none", **asked) - 1
+            without_room = Run(1000, offload="none", **asked)
+            budget_bytes = smallest_budget(without_room.fabric, without_room.step) - 1
             found = Run(budget_bytes, **asked).steps(2)
             assert found.is_on_host
             assert found.peak_bytes <= budget_bytes

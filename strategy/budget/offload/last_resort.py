@@ -1,20 +1,21 @@
 """Says what `auto` lets a plan do where none fits without: copy activations, states or both to the host.
 
-Each without updates in backward (`memory.optimizer_in_backward`), then with them.
+Activations without updates in backward (`memory.optimizer_in_backward`), then with them. States with them first: what
+backward frees stays where it is, and it hides copies. Of states as few as are lacking, then all beside activations.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from torch import Tensor, nn
 
 from thunder_memsave.budget.agreed import largest
 from thunder_memsave.budget.offload.offered_updates import OfferedUpdates, most_freed
+from thunder_memsave.budget.offload.part_of_states import States, StatesSize, fewest
 from thunder_memsave.budget.offload.streamed import streaming
 from thunder_memsave.budget.offload.terms import check_states_fit, host_budget, offload_terms
 from thunder_memsave.budget.planned_call import Attempt
@@ -23,24 +24,23 @@ from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import HostMemoryError, PlanError
 from thunder_memsave.ops.host_copies.weights import keep_on_host, place_of
+from thunder_memsave.optim.on_host import Kind
 from thunder_memsave.planner.graph import Device, StepMemory
+from thunder_memsave.planner.report.offload_shown import shapes_of
 from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.settings.problems import ConfigError
 
 _log = logging.getLogger(__name__)
 
+_NO_ROOM = 2**62
+"""Bytes that are lacking where something cannot be."""
+
 _MUCH = 0.05
 """Part of what a step needs that updates in backward, which cannot make it fit, must free to be tried for an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class States:
-    """The states of a step's optimizers, which may be kept on the host."""
-
-    memory: Callable[[], StepMemory]
-    """Returns what a step holds besides if they are; raises ConfigError if an optimizer's cannot be."""
-    move: Callable[[], None]
-    """Keeps them there from now on."""
+_MOST_PARTS = 4
+"""Parts of the states that are tried, beside those that cannot fit, before all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,27 +81,24 @@ class LastResort:
             settings=asked, terms=terms, states=states, free_bytes=free_bytes, streams=streams
         )
 
-    def attempts(self, first: Attempt) -> Iterator[Attempt | None]:
-        """Yield a call with more and more on the host: activations, states of optimizers, both; None: it cannot be."""
-        yield self._with_activations(first)
-        states = self._with_states(first)
-        yield states
-        yield None if states is None else self._with_activations(states)
-
-    def _with_activations(self, attempt: Attempt) -> Attempt | None:
+    def with_activations(self, attempt: Attempt) -> Attempt | None:
+        """Return a call that may copy activations to the host; None: it may not."""
         return None if self.terms is None else replace(attempt, offload=self.terms)
 
-    def _with_states(self, first: Attempt) -> Attempt | None:
-        away = self._memory_without_states()
-        return None if away is None else first.with_memory(first.memory.with_update_of(away))
-
-    def _memory_without_states(self) -> StepMemory | None:
-        """Return what a step holds besides with its states on the host; None: there are none, or they cannot be."""
+    def with_states(self, attempt: Attempt, kinds: Sequence[Kind]) -> Attempt | None:
+        """Return a call with the states of parameters of some kinds on the host; None: they cannot be."""
         with suppress(ConfigError, HostMemoryError, PlanError):
-            away = self.states.memory()
+            away = self.states.memory(kinds)
             check_states_fit(self.settings, away.host_bytes, free_bytes=self.free_bytes)
-            return away if away.host_bytes else None
+            if away.host_bytes > attempt.memory.host_bytes:
+                return attempt.with_memory(attempt.memory.with_update_of(away))
         return None
+
+    def sizes(self, memory: StepMemory) -> Mapping[Kind, StatesSize]:
+        """Return about the bytes of the states of each kind that may go to the host; empty: none can."""
+        with suppress(ConfigError, PlanError):
+            return self.states.sizes(memory)
+        return {}
 
     def make_room(
         self,
@@ -127,18 +124,22 @@ class LastResort:
         weights = sum(t.nbytes for t in tensors)
         gradients = sum(t.nbytes for t in tensors if t.requires_grad)
 
-        def is_too_much(memory: StepMemory) -> bool:
+        def lacking(memory: StepMemory | None) -> int:
+            if largest(int(memory is None), data_parallel):
+                return _NO_ROOM
+            assert memory is not None
             nbytes = _at_update(memory, weights=weights, gradients=gradients)
-            return bool(largest(int(nbytes > budget_bytes), data_parallel))
+            return largest(nbytes - budget_bytes, data_parallel)
 
-        if not is_too_much(memory):
+        if lacking(memory) <= 0:
             return
-        in_backward = updates.memory(False)
-        if in_backward is not None and not is_too_much(in_backward):
+        in_backward = lacking(updates.memory(memory.states_on_host))
+        sizes = {} if in_backward <= 0 else self.sizes(memory)
+        is_part = bool(sizes) and in_backward <= sum(size.nbytes for size in sizes.values())
+        if in_backward <= 0 or is_part:
             updates.take()
-            return
-        if not largest(int(self._memory_without_states() is None), data_parallel):
-            self._move_states()
+        if sizes:
+            self._move_states(fewest(sizes, in_backward if is_part else lacking(memory)))
 
     @property
     def host_bytes(self) -> int:
@@ -149,17 +150,19 @@ class LastResort:
 
     def take(self, attempt: Attempt) -> None:
         """Do what an attempt counts on, and say so."""
-        if attempt.memory.host_bytes:
-            self._move_states()
+        if attempt.memory.states_on_host:
+            self._move_states(attempt.memory.states_on_host)
         if names := attempt.arguments.on_host:
             _move_weights(
                 [attempt.arguments.tensors[n] for n in names if n in attempt.arguments.tensors]
             )
 
-    def _move_states(self) -> None:
-        self.states.move()
+    def _move_states(self, kinds: Sequence[Kind]) -> None:
+        self.states.move(kinds)
         _log.info(
-            "nothing fits with the optimizer's states on the device, so the host keeps them (memory.offload: auto)"
+            "nothing fits with all of the optimizer's states on the device, so the host keeps those of the weights of "
+            "%s (memory.offload: auto)",
+            shapes_of(kinds),
         )
 
 
@@ -198,15 +201,11 @@ def best_of(
         budget_bytes: Of a step; None: no limit.
         data_parallel: The ranks that must choose the same.
     """
-    tries = _Tries(best, updates, budget_bytes, data_parallel)
-    for attempt in chain([first], () if resort is None else resort.attempts(first)):
-        if largest(int(attempt is None), data_parallel):
-            continue
-        assert attempt is not None
-        if (found := tries.fitting(attempt)) is not None:
-            if resort is not None and attempt is not first:
-                resort.take(attempt)
-            return found
+    tries = _Tries(best, about_bytes, updates, budget_bytes, data_parallel)
+    if (found := tries.fitting(first)) is not None:
+        return found
+    if resort is not None and (found := tries.on_host(first, resort)) is not None:
+        return found
     is_streamed = resort is not None and resort.streams and data_parallel is None
     if resort is not None and budget_bytes is not None and is_streamed:
         with_weights = streaming(
@@ -227,6 +226,7 @@ class _Tries:
     """What was tried of one call. All methods are collectives."""
 
     best: Callable[[Attempt], Tried]
+    about_bytes: Callable[[Attempt], int]
     updates: OfferedUpdates | None
     budget_bytes: int | None
     data_parallel: DataParallel | None
@@ -245,6 +245,71 @@ class _Tries:
             self.updates.take()
         return found
 
+    def on_host(self, first: Attempt, resort: LastResort) -> Tried | None:
+        """Try a call with more and more on the host: activations, states of optimizers, both; None: nothing fits."""
+        attempt = self._agreed(resort.with_activations(first))
+        if attempt is not None and (found := self.fitting(attempt)) is not None:
+            return found
+        sizes = resort.sizes(first.memory)
+        if largest(int(not sizes), self.data_parallel):
+            return None
+        if (found := self._with_part(first, resort, sizes, self.updates)) is not None:
+            return found
+        if self.updates is not None and (found := self._with_part(first, resort, sizes, None)):
+            return found
+        attempt = self._agreed(resort.with_states(first, tuple(sorted(sizes))))
+        both = self._agreed(None if attempt is None else resort.with_activations(attempt))
+        found = None if both is None else self.fitting(both)
+        if found is not None and both is not None:
+            resort.take(both)
+        return found
+
+    def _with_part(
+        self,
+        first: Attempt,
+        resort: LastResort,
+        sizes: Mapping[Kind, StatesSize],
+        updates: OfferedUpdates | None,
+    ) -> Tried | None:
+        """Try a call with as few states on the host as are lacking; with `updates`, those are made in backward."""
+
+        def made(kinds: Sequence[Kind]) -> Attempt | None:
+            plain = resort.with_states(first, kinds) if kinds else first
+            return plain if updates is None or plain is None else updates.attempt(plain)
+
+        kinds: tuple[Kind, ...] = ()
+        lacking, num_tries = self._lacking(self._agreed(made(kinds)), by_estimate=True), 0
+        while len(kinds) < len(sizes):
+            is_last = num_tries == _MOST_PARTS
+            kinds = tuple(sorted(sizes)) if is_last else fewest(sizes, lacking)
+            if (attempt := self._agreed(made(kinds))) is None:
+                return None
+            freed_bytes = sum(sizes[kind].nbytes for kind in kinds)
+            more_bytes = self._lacking(attempt, by_estimate=True)
+            if len(kinds) == len(sizes) or more_bytes <= 0:
+                found, more_bytes = self._tried(attempt)
+                if found is not None:
+                    resort.take(attempt)
+                    if updates is not None:
+                        updates.take()
+                    return found
+                num_tries += 1
+            lacking = max(lacking, freed_bytes) + max(more_bytes, 1)
+        return None
+
+    def _agreed(self, attempt: Attempt | None) -> Attempt | None:
+        """Return an attempt that all ranks have."""
+        return None if largest(int(attempt is None), self.data_parallel) else attempt
+
+    def _lacking(self, attempt: Attempt | None, *, by_estimate: bool = False) -> int:
+        """Return the bytes that an attempt lacks at least, or by an estimate; negative: those that are left."""
+        if attempt is None or self.budget_bytes is None:
+            return 0
+        nbytes = least_bytes(attempt)
+        if by_estimate:
+            nbytes = max(nbytes, self.about_bytes(attempt))
+        return largest(nbytes - self.budget_bytes, self.data_parallel)
+
     def _in_backward(self, attempt: Attempt, lacking: int) -> Attempt | None:
         """Return the attempt with updates in backward; None: it has none, or they free too little of what lacks."""
         if self.updates is None:
@@ -253,15 +318,13 @@ class _Tries:
         is_little = freed_bytes < _MUCH * (budget_bytes + lacking) and freed_bytes < lacking
         if largest(int(is_little), self.data_parallel):
             return None
-        other = self.updates.attempt(attempt)
-        return None if largest(int(other is None), self.data_parallel) else other
+        return self._agreed(self.updates.attempt(attempt))
 
     def _tried(self, attempt: Attempt) -> tuple[Tried | None, int]:
         """Return a plan that fits, or None with the bytes that are lacking."""
-        lacking = 0 if self.budget_bytes is None else least_bytes(attempt) - self.budget_bytes
-        if largest(int(lacking > 0), self.data_parallel):
+        if (lacking := self._lacking(attempt)) > 0:
             self.hopeless.append(attempt)
-            return None, largest(lacking, self.data_parallel)
+            return None, lacking
         tried = self.best(attempt)
         if tried.run.more_bytes <= 0:
             return tried, 0

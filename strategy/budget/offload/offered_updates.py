@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from thunder_memsave.budget.planned_call import Attempt
+from thunder_memsave.optim.on_host import Kind
 from thunder_memsave.planner.graph import StepMemory
 
 _log = logging.getLogger(__name__)
@@ -16,15 +17,15 @@ _log = logging.getLogger(__name__)
 class OfferedUpdates:
     """The updates of a step's optimizers, which backward may make where nothing fits otherwise."""
 
-    memory: Callable[[bool], StepMemory | None]
-    """Returns what a step with such updates holds besides, with all states on the host if that is asked for; None: it
-    has none that are not made in backward already, or may have none."""
+    memory: Callable[[Sequence[Kind]], StepMemory | None]
+    """Returns what a step with such updates holds besides, with the states of parameters of some kinds on the host;
+    None: it has none that are not made in backward already, or may have none."""
     turn_on: Callable[[], None]
     """Lets backward make them from now on."""
 
     def attempt(self, plain: Attempt) -> Attempt | None:
         """Return a call whose backward makes them; None: it cannot."""
-        found = self.memory(bool(plain.memory.host_bytes))
+        found = self.memory(plain.memory.states_on_host)
         if found is None or not found.updates:
             return None
         attempt = replace(plain, memory=plain.memory.with_update_of(found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,12 +11,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from thunder_memsave.budget.allocator_settings import allocator_environment
 from thunder_memsave.budget.limits import limits_reserved
-from thunder_memsave.budget.offload.last_resort import States
 from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
+from thunder_memsave.budget.offload.part_of_states import States
 from thunder_memsave.budget.offload.terms import check_states_fit, check_weights_fit
 from thunder_memsave.budget.pins import check_pins
 from thunder_memsave.budget.planned_call import PlannedCall
@@ -57,7 +58,7 @@ from thunder_memsave.ops.accumulation import (
     whole_gradient_bytes,
 )
 from thunder_memsave.optim.in_backward import UpdatesInBackward
-from thunder_memsave.optim.on_host import states_on_host
+from thunder_memsave.optim.on_host import Kind, num_of_kinds, states_on_host
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import Device, StepMemory
 from thunder_memsave.planner.reserved import ReservedMemory
@@ -170,7 +171,9 @@ def plan_run(
         about_step = (config, objective, model, device, sizes)
         memory = _step_memory(*about_step)
         states = States(
-            memory=partial(_step_memory, *about_step, offload="optimizer"), move=lambda: None
+            memory=partial(_step_memory, *about_step),
+            move=lambda kinds: None,
+            kinds=partial(_kinds, config, model),
         )
         if sizes.gradient_accumulation_steps > 1 and may_keep(data_parallel):
             kept_bytes = whole_gradient_bytes(model.parameters())
@@ -320,10 +323,22 @@ def _step_memory(
     model: nn.Module,
     device: Device,
     sizes: BatchSizes,
-    **changes: Any,
+    on_host: Sequence[Kind] = (),
+    *,
+    in_backward: bool = False,
 ) -> StepMemory:
-    """Return what a step holds besides, with other settings of memory."""
-    config = replace(config, memory=replace(config.memory, **changes))
+    """Return what a step holds besides.
+
+    Args:
+        config: The run.
+        objective: Its loss.
+        model: Without numbers.
+        device: Of each rank.
+        sizes: Of its batches.
+        on_host: Kinds of parameters whose states are on the host, beside those that the run keeps there.
+        in_backward: Whether backward updates weights also where the run does not say so.
+    """
+    in_backward = in_backward or config.memory.optimizer_in_backward is True
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device_type = _target(device).type
     optimizer = make_optimizer(config, trained, device_type=device_type)
@@ -336,11 +351,27 @@ def _step_memory(
         between_bytes=own.between_bytes,
         loss_allocations=own.loss_allocations,
         device_type="" if device.name == "cpu" else "cuda",
-        change=states_on_host if config.memory.offloads_optimizer else None,
-        one_by_one=UpdatesInBackward() if config.memory.optimizer_in_backward is True else None,
+        change=_put_on_host(config, on_host),
+        one_by_one=UpdatesInBackward() if in_backward else None,
     )
+    memory = replace(memory, states_on_host=tuple(on_host))
     check_states_fit(config.memory, memory.host_bytes, free_bytes=device.host_memory_bytes)
     return memory
+
+
+def _put_on_host(config: RunConfig, kinds: Sequence[Kind]) -> Callable[[Optimizer], None] | None:
+    """Return what puts states on the host; None: nothing is there."""
+    if config.memory.offloads_optimizer:
+        return states_on_host
+    return partial(states_on_host, kinds=kinds) if kinds else None
+
+
+def _kinds(config: RunConfig, model: nn.Module) -> Mapping[Kind, int]:
+    """Return how many trained parameters of each kind have their states on the device."""
+    if config.memory.offloads_optimizer:
+        return {}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return num_of_kinds([make_optimizer(config, trained, device_type="cuda")])
 
 
 def _with_updates(
@@ -349,12 +380,11 @@ def _with_updates(
     model: nn.Module,
     device: Device,
     sizes: BatchSizes,
-    on_host: bool,
+    on_host: Sequence[Kind],
 ) -> StepMemory | None:
     """Return what a step holds besides with updates in backward; None: its optimizer cannot make them."""
-    changes = {"optimizer_in_backward": True, **({"offload": "optimizer"} if on_host else {})}
     with suppress(ConfigError, StepMemoryError):
-        return _step_memory(config, objective, model, device, sizes, **changes)
+        return _step_memory(config, objective, model, device, sizes, on_host, in_backward=True)
     return None
 
 

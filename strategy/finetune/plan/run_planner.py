@@ -8,8 +8,9 @@ from typing_extensions import override
 
 from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.memory_planner import MemoryPlanner
-from thunder_memsave.budget.offload.last_resort import LastResort, States, least_bytes
+from thunder_memsave.budget.offload.last_resort import LastResort, least_bytes
 from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
+from thunder_memsave.budget.offload.part_of_states import States
 from thunder_memsave.budget.offload.terms import offload_terms
 from thunder_memsave.budget.plan_request import Question
 from thunder_memsave.budget.planned_call import Attempt, PlannedCall

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from thunder_memsave.planner.graph import FETCH, Device, Program, StepMemory
@@ -45,10 +45,18 @@ def states_shown(memory: StepMemory, device: Device | None = None) -> list[str]:
     if not memory.host_bytes:
         return []
     text = f"on the host: {in_units(memory.host_bytes)} of optimizer states, for each process"
+    if memory.states_on_host:
+        text += f", those of the weights of {shapes_of(memory.states_on_host)}"
     if device is not None and device.name != "cpu":
         seconds = CopyRates.of(device).states_us(memory.host_bytes) / 1e6
         text += f"; to copy them in and out takes about {seconds:.2g} s of each optimizer step"
     return [text]
+
+
+def shapes_of(kinds: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    """Return the shapes of kinds of parameters as a text, such as `4096 x 14336, 4096 x 4096`."""
+    shapes = dict.fromkeys(" x ".join(map(str, shape)) or "one number" for shape, _ in kinds)
+    return ", ".join(shapes)
 
 
 def weights_on_host(program: Program) -> Mapping[tuple[str, int | None], int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from harness.forked_python import ForkedPython
 from harness.language_model import run_values, write_run_file
 from thunder_memsave.budget.offload import last_resort
 from thunder_memsave.errors import DOES_NOT_FIT
+from thunder_memsave.fabric.counted_step import CountedStep
 from thunder_memsave.finetune.cli import main
 from thunder_memsave.optim import on_host
+from thunder_memsave.optim.on_host import Kind
 
 TWICE = {"global_batch_size": 4, "micro_batch_size": 2, "max_steps": 1}
 """Two micro-batches accumulate."""
@@ -117,9 +120,20 @@ def test_states_that_go_to_the_host_where_nothing_fits_without(
     monkeypatch.setattr(last_resort, "is_host", lambda _: False)
     auto = ["--memory.offload=auto", "--memory.host_budget=1GiB", less]
     found = planned_bytes(file, tmp_path, "--world-size=1", *auto)
+    on_its_host = json.loads((tmp_path / "plan.json").read_text())["optimizer_bytes_on_host"]
+    moved: list[int] = []
+    move = CountedStep._move_states
+
+    def noted(self: CountedStep, kinds: Sequence[Kind]) -> None:
+        move(self, kinds)
+        moved.append(self.memory(True).host_bytes)
+
+    monkeypatch.setattr(CountedStep, "_move_states", noted)
     assert main(["train", file, *auto]) == 0
-    assert 0 <= trained_bytes(tmp_path) - found <= ENDS
-    assert json.loads((tmp_path / "plan.json").read_text())["optimizer_bytes_on_host"] > 0
+    # A part of the states leaves room, in which plans differ for batches that do by the ends of documents.
+    assert max(found, trained_bytes(tmp_path)) < smallest_bytes
+    assert moved == [on_its_host]
+    assert on_its_host > 0
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["unclipped", "clipped"])
