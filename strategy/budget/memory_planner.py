@@ -15,7 +15,8 @@ from thunder_memsave.budget.agreed import largest, least_room, structure_of
 from thunder_memsave.budget.arguments import Arguments
 from thunder_memsave.budget.extract import Fuses, nothing_fuses, profiles
 from thunder_memsave.budget.limits import Limit
-from thunder_memsave.budget.offload.last_resort import LastResort, best_of
+from thunder_memsave.budget.offload.fitting import best_of
+from thunder_memsave.budget.offload.last_resort import LastResort
 from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
 from thunder_memsave.budget.offload.terms import beside_states
 from thunder_memsave.budget.own_pool import with_pool
@@ -297,6 +298,7 @@ class MemoryPlanner:
             self._about_bytes,
             updates=self._updates,
             budget_bytes=self._budget_bytes,
+            device=self.device,
             data_parallel=self._data_parallel,
         )
         if tried.run.more_bytes <= 0:

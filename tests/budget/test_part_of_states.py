@@ -12,7 +12,7 @@ from thunder_memsave.optim.on_host import Kind
 from thunder_memsave.planner.graph import StepMemory
 
 F32 = "torch.float32"
-LAYER = {
+LAYER: dict[Kind, StatesSize] = {
     ((256, 64), F32): StatesSize(10, 40),
     ((64, 256), F32): StatesSize(10, 20),
     ((64, 64), F32): StatesSize(3, 40),
@@ -41,14 +41,14 @@ def test_the_fewest_that_are_enough(least_bytes: int, expected: list[Kind]) -> N
 
 
 def test_without_room_for_copies_that_overlap_where_nothing_else_is_enough() -> None:
-    one = {HEAD: StatesSize(150, 2), ATTENTION: StatesSize(3, 10)}
+    one: dict[Kind, StatesSize] = {HEAD: StatesSize(150, 2), ATTENTION: StatesSize(3, 10)}
     assert fewest(one, 200) == (HEAD,)
 
 
 def test_as_an_exhaustive_search_finds() -> None:
     generator = random.Random(0)
     for _ in range(200):
-        kinds = [((n, 4), F32) for n in range(generator.randint(1, 6))]
+        kinds: list[Kind] = [((n, 4), F32) for n in range(generator.randint(1, 6))]
         sizes = {k: StatesSize(generator.randint(1, 50), generator.randint(1, 9)) for k in kinds}
         least_bytes = generator.randint(1, 600)
         found = fewest(sizes, least_bytes)
@@ -68,7 +68,7 @@ def test_as_an_exhaustive_search_finds() -> None:
 
 
 def test_of_many_kinds_those_with_the_most_bytes() -> None:
-    sizes = {((n, 4), F32): StatesSize(100 + n, 1) for n in range(30)}
+    sizes: dict[Kind, StatesSize] = {((n, 4), F32): StatesSize(100 + n, 1) for n in range(30)}
     assert fewest(sizes, 1)
     assert len(fewest(sizes, 3000)) == 30, "all where none of the largest are enough"
 

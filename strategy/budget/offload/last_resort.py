@@ -1,25 +1,19 @@
-"""Says what `auto` lets a plan do where none fits without: copy activations, states or both to the host.
-
-Activations without updates in backward (`memory.optimizer_in_backward`), then with them. States with them first: what
-backward frees stays where it is, and it hides copies. Of states as few as are lacking, then all beside activations.
-"""
+"""Says what `auto` lets a plan do where none fits without: copy activations, states or both to the host."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from thunder_memsave.budget.agreed import largest
-from thunder_memsave.budget.offload.offered_updates import OfferedUpdates, most_freed
+from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
 from thunder_memsave.budget.offload.part_of_states import States, StatesSize, fewest
-from thunder_memsave.budget.offload.streamed import streaming
 from thunder_memsave.budget.offload.terms import check_states_fit, host_budget, offload_terms
 from thunder_memsave.budget.planned_call import Attempt
-from thunder_memsave.budget.way_search import Tried
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.errors import HostMemoryError, PlanError
@@ -34,13 +28,6 @@ _log = logging.getLogger(__name__)
 
 _NO_ROOM = 2**62
 """Bytes that are lacking where something cannot be."""
-
-_MUCH = 0.05
-"""Part of what a step needs that updates in backward, which cannot make it fit, must free to be tried for an error."""
-
-
-_MOST_PARTS = 4
-"""Parts of the states that are tried, beside those that cannot fit, before all of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,167 +163,6 @@ def _move_weights(weights: Sequence[Tensor]) -> None:
             "nothing fits with all frozen weights on the device, so the host keeps %s of them (memory.offload: auto)",
             f"{sum(w.nbytes for w in weights):,} bytes",
         )
-
-
-def best_of(
-    first: Attempt,
-    resort: LastResort | None,
-    best: Callable[[Attempt], Tried],
-    about_bytes: Callable[[Attempt], int],
-    *,
-    updates: OfferedUpdates | None,
-    budget_bytes: int | None,
-    data_parallel: DataParallel | None,
-) -> Tried:
-    """Return the first attempt that fits, of those with more and more on the host; else what needs the least.
-
-    Each is tried with updates in backward too, where those could free what is lacking. A collective.
-
-    Args:
-        first: The call with nothing there.
-        resort: What may go there; None: nothing.
-        best: Finds the best way to carry an attempt out.
-        about_bytes: Estimates the smallest peak of an attempt.
-        updates: Those that backward may make; None: there are none.
-        budget_bytes: Of a step; None: no limit.
-        data_parallel: The ranks that must choose the same.
-    """
-    tries = _Tries(best, about_bytes, updates, budget_bytes, data_parallel)
-    if (found := tries.fitting(first)) is not None:
-        return found
-    if resort is not None and (found := tries.on_host(first, resort)) is not None:
-        return found
-    is_streamed = resort is not None and resort.streams and data_parallel is None
-    if resort is not None and budget_bytes is not None and is_streamed:
-        with_weights = streaming(
-            first, about_bytes, budget_bytes=budget_bytes, host_bytes=resort.host_bytes
-        )
-        for attempt, lack in with_weights:
-            tried = best(attempt)
-            if tried.run.more_bytes <= 0:
-                resort.take(attempt)
-                return tried
-            tries.refused.append(tried)
-            lack(tried.run.more_bytes)
-    return _smallest(tries.refused or [best(tries.hopeless[-1])])
-
-
-@dataclass(slots=True)
-class _Tries:
-    """What was tried of one call. All methods are collectives."""
-
-    best: Callable[[Attempt], Tried]
-    about_bytes: Callable[[Attempt], int]
-    updates: OfferedUpdates | None
-    budget_bytes: int | None
-    data_parallel: DataParallel | None
-    refused: list[Tried] = field(default_factory=list)
-    hopeless: list[Attempt] = field(default_factory=list)
-    """Attempts of which no plan can fit."""
-
-    def fitting(self, attempt: Attempt) -> Tried | None:
-        """Try an attempt, then with updates in backward; None: neither fits."""
-        found, lacking = self._tried(attempt)
-        other = self._in_backward(attempt, lacking) if found is None else None
-        if self.updates is None or other is None:
-            return found
-        found, _ = self._tried(other)
-        if found is not None:
-            self.updates.take()
-        return found
-
-    def on_host(self, first: Attempt, resort: LastResort) -> Tried | None:
-        """Try a call with more and more on the host: activations, states of optimizers, both; None: nothing fits."""
-        attempt = self._agreed(resort.with_activations(first))
-        if attempt is not None and (found := self.fitting(attempt)) is not None:
-            return found
-        sizes = resort.sizes(first.memory)
-        if largest(int(not sizes), self.data_parallel):
-            return None
-        if (found := self._with_part(first, resort, sizes, self.updates)) is not None:
-            return found
-        if self.updates is not None and (found := self._with_part(first, resort, sizes, None)):
-            return found
-        attempt = self._agreed(resort.with_states(first, tuple(sorted(sizes))))
-        both = self._agreed(None if attempt is None else resort.with_activations(attempt))
-        found = None if both is None else self.fitting(both)
-        if found is not None and both is not None:
-            resort.take(both)
-        return found
-
-    def _with_part(
-        self,
-        first: Attempt,
-        resort: LastResort,
-        sizes: Mapping[Kind, StatesSize],
-        updates: OfferedUpdates | None,
-    ) -> Tried | None:
-        """Try a call with as few states on the host as are lacking; with `updates`, those are made in backward."""
-
-        def made(kinds: Sequence[Kind]) -> Attempt | None:
-            plain = resort.with_states(first, kinds) if kinds else first
-            return plain if updates is None or plain is None else updates.attempt(plain)
-
-        kinds: tuple[Kind, ...] = ()
-        lacking, num_tries = self._lacking(self._agreed(made(kinds)), by_estimate=True), 0
-        while len(kinds) < len(sizes):
-            is_last = num_tries == _MOST_PARTS
-            kinds = tuple(sorted(sizes)) if is_last else fewest(sizes, lacking)
-            if (attempt := self._agreed(made(kinds))) is None:
-                return None
-            freed_bytes = sum(sizes[kind].nbytes for kind in kinds)
-            more_bytes = self._lacking(attempt, by_estimate=True)
-            if len(kinds) == len(sizes) or more_bytes <= 0:
-                found, more_bytes = self._tried(attempt)
-                if found is not None:
-                    resort.take(attempt)
-                    if updates is not None:
-                        updates.take()
-                    return found
-                num_tries += 1
-            lacking = max(lacking, freed_bytes) + max(more_bytes, 1)
-        return None
-
-    def _agreed(self, attempt: Attempt | None) -> Attempt | None:
-        """Return an attempt that all ranks have."""
-        return None if largest(int(attempt is None), self.data_parallel) else attempt
-
-    def _lacking(self, attempt: Attempt | None, *, by_estimate: bool = False) -> int:
-        """Return the bytes that an attempt lacks at least, or by an estimate; negative: those that are left."""
-        if attempt is None or self.budget_bytes is None:
-            return 0
-        nbytes = least_bytes(attempt)
-        if by_estimate:
-            nbytes = max(nbytes, self.about_bytes(attempt))
-        return largest(nbytes - self.budget_bytes, self.data_parallel)
-
-    def _in_backward(self, attempt: Attempt, lacking: int) -> Attempt | None:
-        """Return the attempt with updates in backward; None: it has none, or they free too little of what lacks."""
-        if self.updates is None:
-            return None
-        freed_bytes, budget_bytes = most_freed(attempt), self.budget_bytes or 0
-        is_little = freed_bytes < _MUCH * (budget_bytes + lacking) and freed_bytes < lacking
-        if largest(int(is_little), self.data_parallel):
-            return None
-        return self._agreed(self.updates.attempt(attempt))
-
-    def _tried(self, attempt: Attempt) -> tuple[Tried | None, int]:
-        """Return a plan that fits, or None with the bytes that are lacking."""
-        if (lacking := self._lacking(attempt)) > 0:
-            self.hopeless.append(attempt)
-            return None, lacking
-        tried = self.best(attempt)
-        if tried.run.more_bytes <= 0:
-            return tried, 0
-        self.refused.append(tried)
-        return None, tried.run.more_bytes
-
-
-def _smallest(refused: Sequence[Tried]) -> Tried:
-    """Return what needs the least, with a bound that holds for all."""
-    found = min(refused, key=lambda each: each.run.more_bytes)
-    bounds = [t.offer.bound_bytes for t in refused if t.offer.bound_bytes is not None]
-    return replace(found, offer=replace(found.offer, bound_bytes=min(bounds, default=None)))
 
 
 def is_host(device: Device) -> bool:
