@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 
 from thunder_memsave.budget.agreed import largest
 from thunder_memsave.budget.offload.last_resort import LastResort, least_bytes
@@ -30,6 +29,8 @@ _MOST_PARTS = 4
 """Parts of the states that are tried, beside those that cannot fit, before all of them."""
 _MORE = 0.04
 """Part of the budget that the next part of the states frees more than the one before, to see whether it is faster."""
+_WORTH = 0.01
+"""Part of a step that a larger part of the states must save to be taken instead."""
 
 
 def best_of(
@@ -138,7 +139,11 @@ class _Tries:
                 break
             tried, more_bytes = self._tried(attempt)
             see(more_bytes)
-            if tried is not None and (us := self._added_us(tried)) < (found or (inf,))[0]:
+            if tried is not None:
+                us = self._added_us(tried)
+                worth_us = _WORTH * (self._computed_us(attempt) + us)
+                if found is not None and us > found[0] - worth_us:
+                    break
                 found = us, attempt, tried
             elif found is not None:
                 break
@@ -195,8 +200,13 @@ class _Tries:
     def _least_us(self, attempt: Attempt) -> float:
         """Return the least time that copies of states add to a step: beside a backward's updates all is hidden."""
         memory = attempt.memory
-        hidden_us = sum(costs_us(attempt.graph, self.device)) if memory.updates else 0.0
-        return largest(int(self._states_us(memory.host_bytes) - hidden_us), self.data_parallel)
+        hidden_us = self._computed_us(attempt) if memory.updates else 0.0
+        copied_us = largest(int(self._states_us(memory.host_bytes)), self.data_parallel)
+        return copied_us - hidden_us
+
+    def _computed_us(self, attempt: Attempt) -> float:
+        """Return the time of a step that recomputes and waits for nothing."""
+        return largest(int(sum(costs_us(attempt.graph, self.device))), self.data_parallel)
 
     def _states_us(self, nbytes: int) -> float:
         return CopyRates.of(self.device).states_us(nbytes)

@@ -130,10 +130,14 @@ def test_states_that_go_to_the_host_where_nothing_fits_without(
 
     monkeypatch.setattr(CountedStep, "_move_states", noted)
     assert main(["train", file, *auto]) == 0
-    # A part of the states leaves room, in which plans differ for batches that do by the ends of documents.
+    # A part of the states leaves room, in which plans differ for batches that do by the ends of documents; in backward
+    # so do the microseconds that copies wait, by which one part is faster than another.
     assert max(found, trained_bytes(tmp_path)) < smallest_bytes
-    assert moved == [on_its_host]
     assert on_its_host > 0
+    if in_backward:
+        assert min(moved) > 0
+    else:
+        assert moved == [on_its_host]
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["unclipped", "clipped"])
