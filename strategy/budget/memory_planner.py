@@ -55,6 +55,11 @@ _LEAST_STEP = 0.001
 """Part of a budget of reserved bytes by which tensors get less, at least, where a plan ran in more than it."""
 _MOST_ROUNDS = 8
 _MOST_ROOMS = 3
+_MOST_OVERLAPS, _OVERLAP_STEP = 3, 0.005
+"""Plans with less memory that are tried where copies of states, which wait for each other, could overlap with it; and
+the part of the budget by which each has less, at least."""
+_IN_FLIGHT = 4
+"""Collectives, or copies of states, for which plans leave room that is cheap to have."""
 _OF_ROOM = 0.9
 """The part of what is expected to fit that one more plan asks for."""
 _RESERVED = 1.01
@@ -134,6 +139,11 @@ class MemoryPlanner:
         if self._device_type:
             return bounded_scratch(operation, found, device_type=self._device_type)
         return measured_scratch()(operation, found)
+
+    @property
+    def is_of_piece(self) -> bool:
+        """Whether what it plans is a piece of a module that cannot be one graph."""
+        return False
 
     @property
     def follow(self) -> Follow | None:
@@ -352,8 +362,12 @@ class MemoryPlanner:
             tried = Tried(attempt, run, offer)
             if budget_bytes is None or target_bytes is None:
                 return tried
-            if run.more_bytes <= 0 and self._asked is not None and not self._limit.is_reserved:
+            # The smallest too: an error names what it needs, and it must be found again for that budget.
+            is_worth = run.more_bytes <= 0 or offer.is_smallest
+            if is_worth and self._asked is not None and not self._limit.is_reserved:
                 self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + run.more_bytes)
+            if run.more_bytes <= 0 and run.overlap_lacks:
+                return self._overlapping(tried, target_bytes, structure, too_large)
             if run.more_bytes <= 0 and refused is not None:
                 return self._fuller(tried, target_bytes, refused, structure, too_large)
             if run.more_bytes <= 0 or offer.bound_bytes is not None:
@@ -367,6 +381,37 @@ class MemoryPlanner:
             if self._limit.is_reserved:  # for less the allocator takes as much
                 less_bytes = max(less_bytes, int(_LEAST_STEP * budget_bytes))
             target_bytes = SMALLEST if is_last else max(target_bytes - less_bytes, SMALLEST)
+
+    def _overlapping(
+        self,
+        found: Tried,
+        target_bytes: int,
+        structure: str,
+        too_large: Collection[Actions],
+    ) -> Tried:
+        """Try plans with less memory, in whose step copies overlap, where that saves time. A collective."""
+        budget_bytes, run = self._budget_bytes, found.run
+        assert budget_bytes is not None
+        for _ in range(_MOST_OVERLAPS):
+            target_bytes -= max(2 * run.overlap_lacks, int(_OVERLAP_STEP * budget_bytes))
+            if target_bytes <= SMALLEST:
+                break
+            stage("solve")
+            offer = self._rank_zeros(found.attempt, structure, target_bytes, too_large)
+            stage("simulate")
+            run = self._within(found.attempt, offer.plan, budget_bytes, target_bytes=target_bytes)
+            if run.more_bytes > 0:
+                break
+            if self._added_us(run) < self._added_us(found.run):
+                found = Tried(found.attempt, run, offer)
+            if not run.overlap_lacks:
+                break
+        return found
+
+    def _added_us(self, run: Run) -> int:
+        """Return the time that a plan adds to a step, the most of all ranks."""
+        assert run.call.plan is not None
+        return largest(int(run.call.plan.added_us), self._data_parallel)
 
     def _fuller(
         self,
@@ -424,7 +469,7 @@ class MemoryPlanner:
             if run.more_bytes <= 0:
                 return run
             room = room.without(run.more_bytes)
-        return at_once
+        return replace(at_once, overlap_lacks=run.more_bytes)
 
     def _is_near(self, attempt: Attempt, plan: Plan | None, target_bytes: int) -> bool:
         """Tell whether a plan leaves some rank no room for one more collective in flight, so that it needs limits."""
@@ -504,8 +549,8 @@ class MemoryPlanner:
             costs=f"rates of {self.device.name}",
             reuses_runs=not self._limit.is_reserved,
             offload=beside_states(attempt.offload, attempt.memory.host_bytes),
-            # What is left is worth more to collectives in flight than to what is cheap to recompute.
-            spare_bytes=(target_bytes or 0) if attempt.communicates else 0,
+            # Worth more to collectives in flight than to what is cheap to recompute.
+            spare_bytes=min(target_bytes or 0, _IN_FLIGHT * attempt.collective_bytes),
         )
         if self._times is not None and question.is_tight(target_bytes):
             question = self._timed(question, self._times)

@@ -193,7 +193,7 @@ class Question:
             pinned=self.pinned,
             terms=self.offload,
         )
-        return f"{key}-spare" if self.spare_bytes else key
+        return f"{key}-spare{self.spare_bytes}" if self.spare_bytes else key
 
     def solved(
         self, target_bytes: int | None, *, known: Sequence[Plan] = (), **limits: Any

@@ -33,6 +33,8 @@ class Run:
     """Bytes beyond the budget, on the rank that needs the most; negative if there is room."""
     limited_bytes: int = 0
     """Bytes of this rank that the budget limits."""
+    overlap_lacks: int = 0
+    """Bytes that were lacking to overlap what runs one after the other instead; 0: nothing does."""
 
 
 @dataclass(frozen=True, slots=True)

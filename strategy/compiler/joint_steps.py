@@ -24,6 +24,7 @@ from thunder_memsave.passes.regather import dequantize_at_use, regather, regathe
 from thunder_memsave.passes.stored.compress import as_planned
 from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.passes.tiles.tile_rows import tile_rows
+from thunder_memsave.passes.weight_gradients_first import weight_gradients_first
 from thunder_memsave.progress import stage
 
 
@@ -44,7 +45,7 @@ def claim(state: State) -> State:
     joint = drop_unread(claimed(drop_unread(state.joint), state.facts.executors))
     # Nothing after this asks what an operation was made of.
     joint.bound_symbols = [b.from_bsym(subsymbols=()) for b in joint.bound_symbols]
-    return replace(state, joint=reduce_early(joint))
+    return replace(state, joint=reduce_early(weight_gradients_first(joint)))
 
 
 def leave_out_zeros(state: State) -> State:

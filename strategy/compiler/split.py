@@ -130,17 +130,23 @@ def update_buffers(state: State) -> State:
 
 
 def write_results(state: State) -> State:
-    """Write results over operands that nothing reads any more."""
+    """Write results over operands that nothing reads any more.
+
+    Not over gradients in a piece of a module: the room of the others is told from the moments of a plan's peaks, which
+    would be lower than planned in some pieces and not in others.
+    """
+    planner = state.facts.planner
+    is_piece = planner is not None and planner.is_of_piece
+
+    def written(trace: TraceCtx | None) -> TraceCtx | None:
+        return None if trace is None else write_in_place(trace, over_gradients=not is_piece)
+
     return replace(
         state,
-        forward=_with_results(state.forward),
-        backward=_with_results(state.backward),
-        keeping=_with_results(state.keeping),
+        forward=written(state.forward),
+        backward=written(state.backward),
+        keeping=written(state.keeping),
     )
-
-
-def _with_results(trace: TraceCtx | None) -> TraceCtx | None:
-    return None if trace is None else write_in_place(trace)
 
 
 def delete(state: State) -> State:

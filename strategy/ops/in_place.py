@@ -20,6 +20,10 @@ _ELEMENTWISE = {
     "Scalar": "masked_fill",
 }
 """Names of operators that compute each number of their first operand alone, by those of their overloads."""
+_WITH_BACKWARD = ("gelu", "silu", "sigmoid", "tanh", "hardtanh")
+BACKWARDS = frozenset(f"aten_{name}_backward" for name in _WITH_BACKWARD)
+"""Backwards that lay their result out as the gradient that they are given, and not, as that of `relu`, as the other
+operand."""
 
 
 def _add(buffer: Tensor, number: float) -> Tensor:
@@ -86,7 +90,16 @@ def _elementwise() -> dict[str, Symbol]:
             run = of_layers or getattr(torch.Tensor, f"{name}_")
             suffix = "" if overload == "default" else f"_{overload}"
             found[f"aten_{name}{suffix}"] = _registered(f"{name}{suffix.lower()}_in_place", run)
+    for name in _WITH_BACKWARD:
+        written = getattr(torch.ops.aten, f"{name}_backward").grad_input
+        run = partial(_over_gradient, written)
+        found[f"aten_{name}_backward"] = _registered(f"{name}_backward_in_place", run)
     return found
+
+
+def _over_gradient(backward: Any, gradient: Tensor, *others: Any, **options: Any) -> Tensor:
+    written: Tensor = backward(gradient, *others, **options, grad_input=gradient)
+    return written
 
 
 ELEMENTWISE = _elementwise()

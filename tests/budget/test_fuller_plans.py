@@ -19,6 +19,8 @@ class Tries:
     """Plans of as many bytes as are asked for, whose runs take more or less."""
 
     taken: Callable[[int], int]
+    lacks: Callable[[int], int] = lambda _: 0
+    """The bytes that are lacking for copies that overlap, which save a second."""
     targets: list[int] = field(default_factory=list)
 
     def offer(self, attempt: Any, structure: str, target_bytes: int, too_large: Any) -> Any:
@@ -31,7 +33,10 @@ class Tries:
         return SimpleNamespace(plan=plan, bound_bytes=None, is_smallest=False)
 
     def run(self, attempt: Any, plan: Any, budget_bytes: int, *, target_bytes: int) -> Any:
-        return SimpleNamespace(more_bytes=self.taken(plan.actions) - budget_bytes)
+        more_bytes = self.taken(plan.actions) - budget_bytes
+        added_us = 1e6 * bool(lacks := self.lacks(plan.actions)) + plan.added_us
+        call = SimpleNamespace(plan=SimpleNamespace(added_us=added_us))
+        return SimpleNamespace(more_bytes=more_bytes, overlap_lacks=lacks, call=call)
 
     def found(self) -> int:
         planner: Any = MemoryPlanner.__new__(MemoryPlanner)
@@ -64,5 +69,21 @@ def test_what_is_left_is_tried_once(
 ) -> None:
     tries = Tries(taken)
 
+    assert tries.found() == found
+    assert tries.targets == targets
+
+
+@pytest.mark.parametrize(
+    ("lacks", "targets", "found"),
+    [
+        (lambda target: max(0, target - 1970), [2000, 1940], 1940),
+        (lambda target: 3 * (target > 1985), [2000, 1990, 1980], 1980),  # a two-hundredth at least
+        (lambda _: 50, [2000, 1900, 1800, 1700], 2000),  # they never overlap
+    ],
+)
+def test_less_is_planned_where_copies_overlap_then(
+    lacks: Callable[[int], int], targets: list[int], found: int
+) -> None:
+    tries = Tries(lambda target: target, lacks)
     assert tries.found() == found
     assert tries.targets == targets

@@ -30,6 +30,7 @@ from thunder_memsave.passes.regather import regather, regather_forward
 from thunder_memsave.passes.step import Pass
 from thunder_memsave.passes.tiles.loss_tiles import divide_loss_tiles
 from thunder_memsave.passes.tiles.tile_rows import tile_rows
+from thunder_memsave.passes.weight_gradients_first import weight_gradients_first
 from thunder_memsave.planner.actions import NO_ACTIONS
 
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks that on two ranks. The probe writes nothing in place.
@@ -42,6 +43,7 @@ IDLE: tuple[Pass, ...] = (
     keep_overwritten,
     merge_equal,
     reduce_early,
+    weight_gradients_first,  # no layer of the probe has a bias
 )
 
 

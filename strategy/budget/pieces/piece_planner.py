@@ -33,6 +33,11 @@ class PiecePlanner(MemoryPlanner):
         return made
 
     @property
+    @override
+    def is_of_piece(self) -> bool:
+        return True
+
+    @property
     def piece(self) -> int | None:
         """The number of the piece that is compiled now; None: it is new, or has no backward."""
         return self.pieces.piece

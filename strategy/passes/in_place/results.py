@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
+import torch
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -26,6 +27,7 @@ from thunder.core.trace import TraceCtx
 
 from thunder_memsave.ops.aten_operators import makes_new_memory, operator_of
 from thunder_memsave.ops.in_place import (
+    BACKWARDS,
     BATCH_NORMS,
     ELEMENTWISE,
     SUMS_OF_PARTS,
@@ -34,16 +36,22 @@ from thunder_memsave.ops.in_place import (
 from thunder_memsave.passes.symbols import is_tensor, makes_copy, with_others
 
 _SUM = "aten_add_Tensor"
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _NUM_SIZES = 1
 """The arguments of the backward of a view between the gradient and the place: the sizes of the whole."""
 
 
-def write_in_place(trace: TraceCtx) -> TraceCtx:
-    """Return the trace with results in place; the same one if there are none."""
+def write_in_place(trace: TraceCtx, *, over_gradients: bool = True) -> TraceCtx:
+    """Return the trace with results in place; the same one if there are none.
+
+    Args:
+        trace: A final trace, before values are deleted after their last use.
+        over_gradients: Whether backwards of functions may write over the gradients that they read.
+    """
     names = {b.sym.name for b in trace.bound_symbols}
     if not names & {*ELEMENTWISE, *WRITES_OF_PARTS, *SUMS_OF_PARTS}:
         return trace
-    found = _Results(trace.bound_symbols)
+    found = _Results(trace.bound_symbols, frozenset() if over_gradients else BACKWARDS)
     return with_others(trace, found.instead, found.left_out)
 
 
@@ -61,12 +69,12 @@ def written_over(symbols: Sequence[BoundSymbol]) -> tuple[dict[int, str], set[in
 class _Results:
     """The symbols of a trace, and who shares memory with whom where one of them runs."""
 
-    def __init__(self, symbols: Sequence[BoundSymbol]) -> None:
-        self._symbols = symbols
+    def __init__(self, symbols: Sequence[BoundSymbol], left: frozenset[str] = frozenset()) -> None:
+        self._symbols, self._left = symbols, left
         self._sharing: dict[str, list[str]] = {}
         """The tensors that may share memory with each that was made or read so far, itself among them, by name."""
         self._whole: set[str] = set()
-        """The tensors that were made with memory of their own: no views."""
+        """The tensors that were made with memory of their own, and those with all of its numbers in another shape."""
         self._made_at = {p.name: i for i, b in enumerate(symbols) for p in b.flat_proxy_outs}
         self._last_read: dict[str, float] = {}
         """Where it is read for the last time; infinite where others than PyTorch's operators read it."""
@@ -106,7 +114,7 @@ class _Results:
         return self._elementwise(index, bsym)
 
     def _elementwise(self, index: int, bsym: BoundSymbol) -> BoundSymbol | None:
-        if bsym.sym.name not in ELEMENTWISE:
+        if bsym.sym.name not in ELEMENTWISE or bsym.sym.name in self._left:
             return None
         base, *others = bsym.args
         if not isinstance(base, TensorProxy) or _facts(base) != _facts(bsym.output):
@@ -167,6 +175,8 @@ class _Results:
         new = [*results, *(n for group in others for n in group)]
         largest += new
         self._sharing.update(dict.fromkeys(new, largest))
+        if operator_of(bsym) in _RESHAPES and self._whole.issuperset(read):
+            self._whole.update(results)
 
 
 def _runs_at_once(bsym: BoundSymbol) -> bool:

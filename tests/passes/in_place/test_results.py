@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.memory import measured_peak_bytes
@@ -16,6 +18,7 @@ from harness.predicted_peaks import planned_bytes
 from thunder_memsave.budget.memory_planner import MemoryPlanner
 from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
+from thunder_memsave.ops.in_place import _over_gradient
 from thunder_memsave.planner.devices import device
 
 ROWS, TOKENS, WIDTH = 3, 5, 4
@@ -23,6 +26,8 @@ Forward = Callable[[nn.Module, Tensor], Any]
 IN_PLACE = (
     *("write_at_in_place", "write_slice_in_place", "add_at_in_place", "add_slice_in_place"),
     *("relu_in_place", "mul_tensor_in_place", "add_tensor_in_place", "exp_in_place"),
+    *("gelu_backward_in_place", "silu_backward_in_place", "sigmoid_backward_in_place"),
+    *("tanh_backward_in_place", "hardtanh_backward_in_place"),
 )
 
 
@@ -138,6 +143,28 @@ def spectrum(net: Any, x: Tensor) -> Tensor:
     return torch.fft.irfft(found * factor / (factor + 3), n=TOKENS, dim=1)
 
 
+def activations(net: Any, x: Tensor) -> Tensor:
+    """Linear layers of three dims: backward has views of the gradients that products of two make."""
+    x = net.gate(F.gelu(net.layer(x)))
+    x = net.gate(F.gelu(net.layer(x), approximate="tanh"))
+    x = net.gate(F.silu(net.layer(x)))
+    x = net.gate(net.layer(x).sigmoid())
+    x = net.gate(net.layer(x).tanh())
+    return net.gate(F.hardtanh(net.layer(x)))
+
+
+def transposed(net: Any, x: Tensor) -> Tensor:
+    """Gradients that lie otherwise than what the functions read."""
+    x = F.gelu(net.layer(x).transpose(0, 1)).transpose(0, 1)
+    return F.silu(net.gate(x)).mT @ x.sigmoid()
+
+
+def read_by_both(net: Any, x: Tensor) -> Tensor:
+    """The function's gradient is another branch's too."""
+    x = net.layer(x)
+    return net.gate(F.gelu(x) + x) + F.gelu(x)
+
+
 FORWARDS = [
     *(
         recurrence,
@@ -152,7 +179,7 @@ FORWARDS = [
         scaled_sums,
         spectrum,
     ),
-    *(returned, repeated, sums),
+    *(returned, repeated, sums, activations, transposed, read_by_both),
 ]
 
 
@@ -227,6 +254,40 @@ def test_activations_and_sums_of_gradients_need_no_memory() -> None:
     results(module, net)
     assert count(module)["relu_in_place"] == 1
     assert count(module)["add_tensor_in_place"] >= 2
+
+
+def test_gradients_of_functions_are_written_over_those_that_they_read() -> None:
+    module = compiled(net := Net(activations))
+    results(module, net)
+    found = count(module)
+    assert found["gelu_backward_in_place"] == 2
+    for name in ("silu", "sigmoid", "tanh", "hardtanh"):
+        assert found[f"{name}_backward_in_place"] == 1, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (7,), (64,), (3, 5, 7), (257, 513)])
+@pytest.mark.parametrize("name", ["gelu", "silu", "sigmoid", "tanh", "hardtanh"])
+def test_a_gradient_has_the_bits_and_layout_of_a_new_one(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    backward = getattr(torch.ops.aten, f"{name}_backward")
+    others = (-1.0, 1.0) if name == "hardtanh" else ()
+    options = [{}, {"approximate": "tanh"}] if name == "gelu" else [{}]
+    torch.manual_seed(0)
+    for turned, option in itertools.product(itertools.product((False, True), repeat=2), options):
+        gradient, x = (
+            torch.randn(shape).to(dtype).mul(2).mT.contiguous().mT
+            if turn and len(shape) > 1
+            else torch.randn(shape).to(dtype).mul(2)
+            for turn in turned
+        )
+        expected = backward.default(gradient, x, *others, **option)
+        written = gradient.clone()
+        found = _over_gradient(backward.grad_input, written, x, *others, **option)
+        assert found.data_ptr() == written.data_ptr()
+        assert found.stride() == expected.stride()
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("forward", [returned, repeated], ids=lambda f: f.__name__)
