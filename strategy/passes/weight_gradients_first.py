@@ -18,7 +18,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 
 from thunder_memsave.ops.families.collectives import is_all_gather
-from thunder_memsave.passes.symbols import forward_symbols, is_joint
+from thunder_memsave.passes.symbols import forward_symbols, is_joint, written_in_place
 
 _PRODUCT, _TRANSPOSED = "aten_mm", "aten_t"
 
@@ -66,6 +66,8 @@ def _places(symbols: Sequence[BoundSymbol]) -> dict[int, int]:
         elif bsym.sym.name == _PRODUCT:
             first = products.pop(transposed.get(bsym.args[0].name, ""), None)
             if first is not None and read.get(symbols[first].output.name, index) > index:
-                found[first] = index
+                between = symbols[first + 1 : index]
+                if all(written_in_place(each) is None for each in between):
+                    found[first] = index
             products[bsym.args[0].name] = index
     return found

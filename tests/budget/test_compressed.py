@@ -149,8 +149,8 @@ def between(kept: Ran, kind: str, part: float, **settings: Any) -> int:
     [
         ("llama", torch.bfloat16, False),
         ("llama", torch.float32, True),
-        ("gpt", torch.float32, False),
-        ("lora", torch.bfloat16, False),
+        pytest.param("gpt", torch.float32, False, marks=pytest.mark.soak),
+        pytest.param("lora", torch.bfloat16, False, marks=pytest.mark.soak),
     ],
     ids=str,
 )
@@ -188,6 +188,7 @@ def test_where_all_fits_numbers_are_exact() -> None:
         assert torch.equal(mine, others)
 
 
+@pytest.mark.soak
 def test_with_copies_to_the_host_the_quicker_plan_is_taken() -> None:
     rates = CopyRates(bytes_per_s=2e8, copy_us=5.0)
     terms = OffloadTerms(rates=rates, host_bytes=2**30, least_bytes=1024)

@@ -132,7 +132,13 @@ def check_blocks() -> None:
         assert len(again) == (1 if sharding == "zero3" else 0)
 
 
-@pytest.mark.parametrize("fp8", [DELAYED, CURRENT], ids=["delayed", "current"])
+@pytest.mark.parametrize(
+    "fp8",
+    [
+        pytest.param(DELAYED, id="delayed"),
+        pytest.param(CURRENT, id="current", marks=pytest.mark.soak),
+    ],
+)
 def test_steps_have_the_bits_of_gathers_in_the_compute_dtype(fp8: dict[str, Any]) -> None:
     run_on_fabric_ranks(check_steps, NUM_RANKS, fp8)
 

@@ -74,7 +74,9 @@ class _Results:
         self._sharing: dict[str, list[str]] = {}
         """The tensors that may share memory with each that was made or read so far, itself among them, by name."""
         self._whole: set[str] = set()
-        """The tensors that were made with memory of their own, and those with all of its numbers in another shape."""
+        """The tensors that were made with memory of their own: no views."""
+        self._reshaped: set[str] = set()
+        """Views of these that have all of their numbers, in another shape."""
         self._made_at = {p.name: i for i, b in enumerate(symbols) for p in b.flat_proxy_outs}
         self._last_read: dict[str, float] = {}
         """Where it is read for the last time; infinite where others than PyTorch's operators read it."""
@@ -121,7 +123,9 @@ class _Results:
             return None
         if to_torch_dtype(base.dtype).is_complex:  # products and quotients in place have other bits
             return None
-        if not self._may_be_written(index, base, *others):
+        # A gradient is mostly a view of a product. Over other views, a region would take more than what it is made of.
+        is_reshaped = bsym.sym.name in BACKWARDS and base.name in self._reshaped
+        if not self._may_be_written(index, base, *others, is_reshaped=is_reshaped):
             return None
         symbol = ELEMENTWISE[bsym.sym.name]
         return symbol.bind(*bsym.args, **bsym.kwargs, output=bsym.output)
@@ -152,9 +156,11 @@ class _Results:
                 return made
         return None
 
-    def _may_be_written(self, index: int, base: Any, *others: Any) -> bool:
+    def _may_be_written(
+        self, index: int, base: Any, *others: Any, is_reshaped: bool = False
+    ) -> bool:
         """Return whether the memory of `base` is the trace's, nothing reads it later, and `others` are not in it."""
-        if base.name not in self._whole:
+        if base.name not in self._whole and not is_reshaped:
             return False
         sharing = self._sharing[base.name]
         if any(isinstance(o, Proxy) and self._sharing.get(o.name) is sharing for o in others):
@@ -175,8 +181,8 @@ class _Results:
         new = [*results, *(n for group in others for n in group)]
         largest += new
         self._sharing.update(dict.fromkeys(new, largest))
-        if operator_of(bsym) in _RESHAPES and self._whole.issuperset(read):
-            self._whole.update(results)
+        if operator_of(bsym) in _RESHAPES and (self._whole | self._reshaped).issuperset(read):
+            self._reshaped.update(results)
 
 
 def _runs_at_once(bsym: BoundSymbol) -> bool:

@@ -153,16 +153,12 @@ def activations(net: Any, x: Tensor) -> Tensor:
     return net.gate(F.hardtanh(net.layer(x)))
 
 
-def transposed(net: Any, x: Tensor) -> Tensor:
-    """Gradients that lie otherwise than what the functions read."""
+def branches(net: Any, x: Tensor) -> Tensor:
+    """Gradients that lie otherwise than what the functions read, or are other branches' too."""
+    x = net.layer(x)
+    x = net.gate(F.gelu(x) + x) + F.gelu(x)
     x = F.gelu(net.layer(x).transpose(0, 1)).transpose(0, 1)
     return F.silu(net.gate(x)).mT @ x.sigmoid()
-
-
-def read_by_both(net: Any, x: Tensor) -> Tensor:
-    """The function's gradient is another branch's too."""
-    x = net.layer(x)
-    return net.gate(F.gelu(x) + x) + F.gelu(x)
 
 
 FORWARDS = [
@@ -179,7 +175,7 @@ FORWARDS = [
         scaled_sums,
         spectrum,
     ),
-    *(returned, repeated, sums, activations, transposed, read_by_both),
+    *(returned, repeated, sums, activations, branches),
 ]
 
 
