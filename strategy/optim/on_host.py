@@ -56,6 +56,10 @@ class StatesOnHost(Optimizer):
         values = (value for state in self.state.values() for value in state.values())
         return sum(v.nbytes for v in values if isinstance(v, _Absent) or _lease_of(v) is not None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, which keeps the states of the same parameters on the host."""
+        return {**super().__getstate__(), "kinds_on_host": self.kinds_on_host}
+
     def device_of_states(self, p: Tensor) -> torch.device:
         """Return where the states of a parameter are between steps."""
         return torch.device("cpu") if goes_out(self, p) else p.device

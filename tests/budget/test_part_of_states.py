@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import combinations
+from math import inf
 
 import pytest
 
@@ -37,12 +38,12 @@ GATE, DOWN, ATTENTION, HEAD = LAYER
     ],
 )
 def test_the_fewest_that_are_enough(least_bytes: int, expected: list[Kind]) -> None:
-    assert fewest(LAYER, least_bytes) == tuple(sorted(expected))
+    assert fewest(LAYER, least_bytes, most_bytes=inf) == tuple(sorted(expected))
 
 
 def test_without_room_for_copies_that_overlap_where_nothing_else_is_enough() -> None:
     one: dict[Kind, StatesSize] = {HEAD: StatesSize(150, 2), ATTENTION: StatesSize(3, 10)}
-    assert fewest(one, 200) == (HEAD,)
+    assert fewest(one, 200, most_bytes=inf) == (HEAD,)
 
 
 def test_as_an_exhaustive_search_finds() -> None:
@@ -51,26 +52,40 @@ def test_as_an_exhaustive_search_finds() -> None:
         kinds: list[Kind] = [((n, 4), F32) for n in range(generator.randint(1, 6))]
         sizes = {k: StatesSize(generator.randint(1, 50), generator.randint(1, 9)) for k in kinds}
         least_bytes = generator.randint(1, 600)
-        found = fewest(sizes, least_bytes)
+        most_bytes = generator.choice((inf, 300, 1000))
+        found = fewest(sizes, least_bytes, most_bytes=most_bytes)
         for at_once in (3, 0):
             enough = [
                 sum(sizes[k].nbytes for k in some)
                 for num in range(1, len(kinds) + 1)
                 for some in combinations(kinds, num)
-                if sum(sizes[k].nbytes for k in some) - at_once * max(sizes[k].of_one for k in some)
+                if sum(sizes[k].nbytes for k in some) <= most_bytes
+                and sum(sizes[k].nbytes for k in some)
+                - at_once * max(sizes[k].of_one for k in some)
                 >= least_bytes
             ]
             if enough:
                 assert sum(sizes[k].nbytes for k in found) == min(enough)
                 break
         else:
-            assert found == tuple(sorted(kinds))
+            sums = [
+                sum(sizes[k].nbytes for k in some)
+                for num in range(len(kinds) + 1)
+                for some in combinations(kinds, num)
+            ]
+            most = max(each for each in sums if each <= most_bytes)
+            assert sum(sizes[k].nbytes for k in found) == most
 
 
 def test_of_many_kinds_those_with_the_most_bytes() -> None:
     sizes: dict[Kind, StatesSize] = {((n, 4), F32): StatesSize(100 + n, 1) for n in range(30)}
-    assert fewest(sizes, 1)
-    assert len(fewest(sizes, 3000)) == 30, "all where none of the largest are enough"
+    assert fewest(sizes, 1, most_bytes=inf)
+    assert len(fewest(sizes, 3000, most_bytes=inf)) == 30, (
+        "all where none of the largest are enough"
+    )
+    assert len(fewest(sizes, 99_999, most_bytes=inf)) == 30
+    assert fewest(sizes, 99_999, most_bytes=150) == (((29, 4), F32),)
+    assert fewest(sizes, 1, most_bytes=99) == ()
 
 
 def test_sizes_are_in_proportion_to_the_parameters() -> None:

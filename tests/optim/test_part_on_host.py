@@ -130,12 +130,13 @@ class Run:
         offload: str = "auto",
         in_backward: Any = False,
         make: Callable[..., Optimizer] = AdamW,
+        host_budget: int = 10_000_000,
         **arguments: Any,
     ) -> None:
         memory: dict[str, Any] = {"budget": budget_bytes, "offload": offload}
         memory["optimizer_in_backward"] = in_backward
         if offload != "none":
-            memory["host_budget"] = 10_000_000
+            memory["host_budget"] = host_budget
         self.in_backward = in_backward
         self.fabric = make_fabric(
             **{"sharding": "none", "nonfinite_gradients": "ignore", **arguments}, memory=memory
@@ -208,6 +209,31 @@ def test_a_plan_moves_a_part_where_that_is_enough(name: str, in_backward: Any) -
             norms = 4 * len(list(run.net.parameters()))
             assert run.peak_bytes == before + norms + measured
         assert run.steps(1).same_as(known)  # with the measured one three
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_host_with_little_room_takes_what_it_can(in_backward: bool) -> None:
+    """The states of one shape take 737,280 bytes, those of both twice as many."""
+    with as_elsewhere():
+        asked: dict[str, Any] = {"in_backward": in_backward, "host_budget": 900_000}
+        without_room = Run(1000, **asked)
+        smallest_bytes = smallest_budget(without_room.fabric, without_room.step)
+        fits = Run(smallest_bytes, **asked).steps(2)
+        assert fits.peak_bytes <= smallest_bytes
+        assert len(shapes_there(fits.made)) == 1
+        alone = Run(1000, offload="none", in_backward=in_backward)
+        assert smallest_bytes <= smallest_budget(alone.fabric, alone.step) - 500_000
+
+
+def test_a_copy_of_an_optimizer_has_the_same_part_there() -> None:
+    net = Net()
+    used = AdamW(net.parameters())
+    states_on_host(used, [UP])
+    give_gradients(net, 0)
+    used.step()
+    copied = copy.deepcopy(used)
+    assert isinstance(copied, StatesOnHost)
+    assert copied.kinds_on_host == frozenset({UP})
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

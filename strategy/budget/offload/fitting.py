@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from thunder_memsave.budget.agreed import largest
 from thunder_memsave.budget.offload.last_resort import LastResort, least_bytes
 from thunder_memsave.budget.offload.offered_updates import OfferedUpdates, most_freed
-from thunder_memsave.budget.offload.part_of_states import StatesSize, fewest
+from thunder_memsave.budget.offload.part_of_states import StatesSize
 from thunder_memsave.budget.offload.streamed import streaming
 from thunder_memsave.budget.planned_call import Attempt
 from thunder_memsave.budget.way_search import Tried
@@ -115,7 +116,7 @@ class _Tries:
             return found
         if self.updates is not None and (found := self._with_part(first, resort, sizes, None)):
             return found
-        attempt = self._agreed(resort.with_states(first, tuple(sorted(sizes))))
+        attempt = self._agreed(resort.with_states(first, resort.fewest(sizes, inf, first.memory)))
         both = self._agreed(None if attempt is None else resort.with_activations(attempt))
         found = None if both is None else self.fitting(both)
         if found is not None and both is not None:
@@ -177,13 +178,14 @@ class _Tries:
             nonlocal more_bytes
             more_bytes = nbytes
 
-        while len(kinds) < len(sizes):
+        most = resort.fewest(sizes, inf, first.memory)
+        while kinds != most:
             is_last = num_tries == _MOST_PARTS
-            kinds = tuple(sorted(sizes)) if is_last else fewest(sizes, lacking)
+            kinds = most if is_last else resort.fewest(sizes, lacking, first.memory)
             if (attempt := made(kinds)) is None:
                 return
             more_bytes = self._lacking(attempt, by_estimate=True)
-            if len(kinds) == len(sizes) or more_bytes <= 0:
+            if kinds == most or more_bytes <= 0:
                 yield attempt, see
                 num_tries += 1
             freed_bytes = sum(sizes[kind].nbytes for kind in kinds)

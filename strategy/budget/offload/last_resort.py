@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from torch import Tensor, nn
 
@@ -87,6 +88,18 @@ class LastResort:
             return self.states.sizes(memory)
         return {}
 
+    def fewest(
+        self, sizes: Mapping[Kind, StatesSize], least_bytes: float, memory: StepMemory
+    ) -> tuple[Kind, ...]:
+        """Return the kinds whose states are to go so that they free so many bytes; the most that may, if none do.
+
+        Args:
+            sizes: Of each kind.
+            least_bytes: What they are to free.
+            memory: Of a step as its states are now.
+        """
+        return fewest(sizes, least_bytes, most_bytes=self.host_bytes - memory.host_bytes)
+
     def make_room(
         self,
         modules: Iterable[nn.Module],
@@ -122,11 +135,13 @@ class LastResort:
             return
         in_backward = lacking(updates.memory(memory.states_on_host))
         sizes = {} if in_backward <= 0 else self.sizes(memory)
-        is_part = bool(sizes) and in_backward <= sum(size.nbytes for size in sizes.values())
+        most_bytes = sum(sizes[kind].nbytes for kind in self.fewest(sizes, inf, memory))
+        is_part = 0 < in_backward <= most_bytes
         if in_backward <= 0 or is_part:
             updates.take()
-        if sizes:
-            self._move_states(fewest(sizes, in_backward if is_part else lacking(memory)))
+        kinds = self.fewest(sizes, in_backward if is_part else lacking(memory), memory)
+        if kinds:
+            self._move_states(kinds)
 
     @property
     def host_bytes(self) -> int:

@@ -5,7 +5,7 @@ Layers are alike, so each sends the same part of its states, and the copies are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
@@ -63,8 +63,10 @@ class StatesSize:
         return self.of_one * self.num
 
 
-def fewest(sizes: Mapping[Kind, StatesSize], least_bytes: int) -> tuple[Kind, ...]:
-    """Return the kinds that have the fewest bytes of all that free so many; all kinds, if none do.
+def fewest(
+    sizes: Mapping[Kind, StatesSize], least_bytes: float, *, most_bytes: float
+) -> tuple[Kind, ...]:
+    """Return the kinds that have the fewest bytes of all that free so many; the most that may go, if none do.
 
     Where they can, they free what copies take besides: one parameter's states are copied in, the next ones' are updated
     and the last ones' copied out, all at once.
@@ -72,20 +74,33 @@ def fewest(sizes: Mapping[Kind, StatesSize], least_bytes: int) -> tuple[Kind, ..
     Args:
         sizes: Of each kind.
         least_bytes: What they are to free.
+        most_bytes: What they may take of the host.
+
+    Returns:
+        Kinds in order; none, if none may go.
     """
+    if sum(size.nbytes for size in sizes.values()) <= min(least_bytes, most_bytes):
+        return tuple(sorted(sizes))
     largest = sorted(sizes, key=lambda kind: (-sizes[kind].nbytes, kind))[:_MOST_KINDS]
-    parts = [some for num in range(len(largest)) for some in combinations(largest, num + 1)]
+    combined = (some for num in range(len(largest)) for some in combinations(largest, num + 1))
+    parts = {some: nbytes for some in combined if (nbytes := _sum(sizes, some)) <= most_bytes}
+    if _sum(sizes, largest) < _sum(sizes, sizes) <= most_bytes:
+        parts[tuple(sizes)] = _sum(sizes, sizes)
     for at_once in (_AT_ONCE, 0):
         free = [some for some in parts if _freed(sizes, some, at_once) >= least_bytes]
         if free:
-            found = min(free, key=lambda some: (sum(sizes[kind].nbytes for kind in some), some))
+            found = min(free, key=lambda some: (parts[some], some))
             return tuple(sorted(found))
-    return tuple(sorted(sizes))
+    found = max(parts, key=lambda some: (parts[some], some), default=())
+    return tuple(sorted(found))
+
+
+def _sum(sizes: Mapping[Kind, StatesSize], kinds: Iterable[Kind]) -> int:
+    return sum(sizes[kind].nbytes for kind in kinds)
 
 
 def _freed(sizes: Mapping[Kind, StatesSize], kinds: Sequence[Kind], at_once: int) -> int:
-    some = [sizes[kind] for kind in kinds]
-    return sum(each.nbytes for each in some) - at_once * max(each.of_one for each in some)
+    return _sum(sizes, kinds) - at_once * max(sizes[kind].of_one for kind in kinds)
 
 
 def _bytes_of(kind: Kind) -> int:
