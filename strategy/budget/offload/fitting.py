@@ -116,7 +116,8 @@ class _Tries:
             return found
         if self.updates is not None and (found := self._with_part(first, resort, sizes, None)):
             return found
-        attempt = self._agreed(resort.with_states(first, resort.fewest(sizes, inf, first.memory)))
+        most = resort.fewest(sizes, inf, first.memory, self.data_parallel)
+        attempt = self._agreed(resort.with_states(first, most))
         both = self._agreed(None if attempt is None else resort.with_activations(attempt))
         found = None if both is None else self.fitting(both)
         if found is not None and both is not None:
@@ -178,10 +179,10 @@ class _Tries:
             nonlocal more_bytes
             more_bytes = nbytes
 
-        most = resort.fewest(sizes, inf, first.memory)
+        most = resort.fewest(sizes, inf, first.memory, self.data_parallel)
         while kinds != most:
-            is_last = num_tries == _MOST_PARTS
-            kinds = most if is_last else resort.fewest(sizes, lacking, first.memory)
+            least_bytes = inf if num_tries == _MOST_PARTS else lacking
+            kinds = resort.fewest(sizes, least_bytes, first.memory, self.data_parallel)
             if (attempt := made(kinds)) is None:
                 return
             more_bytes = self._lacking(attempt, by_estimate=True)

@@ -89,16 +89,24 @@ class LastResort:
         return {}
 
     def fewest(
-        self, sizes: Mapping[Kind, StatesSize], least_bytes: float, memory: StepMemory
+        self,
+        sizes: Mapping[Kind, StatesSize],
+        least_bytes: float,
+        memory: StepMemory,
+        data_parallel: DataParallel | None,
     ) -> tuple[Kind, ...]:
         """Return the kinds whose states are to go so that they free so many bytes; the most that may, if none do.
+
+        A collective: hosts have the room of the one that has the least.
 
         Args:
             sizes: Of each kind.
             least_bytes: What they are to free.
             memory: Of a step as its states are now.
+            data_parallel: The ranks that must choose the same.
         """
-        return fewest(sizes, least_bytes, most_bytes=self.host_bytes - memory.host_bytes)
+        most_bytes = -largest(memory.host_bytes - self.host_bytes, data_parallel)
+        return fewest(sizes, least_bytes, most_bytes=most_bytes)
 
     def make_room(
         self,
@@ -135,12 +143,12 @@ class LastResort:
             return
         in_backward = lacking(updates.memory(memory.states_on_host))
         sizes = {} if in_backward <= 0 else self.sizes(memory)
-        most_bytes = sum(sizes[kind].nbytes for kind in self.fewest(sizes, inf, memory))
-        is_part = 0 < in_backward <= most_bytes
+        most = self.fewest(sizes, inf, memory, data_parallel)
+        is_part = 0 < in_backward <= sum(sizes[kind].nbytes for kind in most)
         if in_backward <= 0 or is_part:
             updates.take()
-        kinds = self.fewest(sizes, in_backward if is_part else lacking(memory), memory)
-        if kinds:
+        least_bytes = in_backward if is_part else lacking(memory)
+        if kinds := self.fewest(sizes, least_bytes, memory, data_parallel):
             self._move_states(kinds)
 
     @property
