@@ -410,8 +410,7 @@ class MemoryPlanner:
 
     def _added_us(self, run: Run) -> int:
         """Return the time that a plan adds to a step, the most of all ranks."""
-        assert run.call.plan is not None
-        return largest(int(run.call.plan.added_us), self._data_parallel)
+        return largest(int(run.added_us), self._data_parallel)
 
     def _fuller(
         self,

@@ -36,6 +36,12 @@ class Run:
     overlap_lacks: int = 0
     """Bytes that were lacking to overlap what runs one after the other instead; 0: nothing does."""
 
+    @property
+    def added_us(self) -> float:
+        """Time that the plan adds to a step as it runs, on this rank."""
+        assert self.call.plan is not None
+        return self.call.plan.added_us
+
 
 @dataclass(frozen=True, slots=True)
 class Tried:
@@ -175,13 +181,13 @@ class WaySearch:
         """Store values in fp8 where that takes less time than to recompute what has no room beside them."""
         if not self._may_compress or tried.attempt.way.compresses:
             return tried
-        if not self._is_on_any(_added_us(tried) > 0):
+        if not self._is_on_any(tried.run.added_us > 0):
             return tried
         attempt = self._in_way(replace(tried.attempt.way, compresses=True))
         if attempt is None:
             return tried
         other = self._tried(attempt)
-        is_slower = _added_us(other) >= _added_us(tried)
+        is_slower = other.run.added_us >= tried.run.added_us
         return tried if other.run.more_bytes > 0 or self._is_on_any(is_slower) else other
 
     def _in_way(self, way: Way) -> Attempt | None:
@@ -200,10 +206,3 @@ class WaySearch:
 def _are_alike(one: Way, other: Way) -> bool:
     """Tell whether two ways run the same operations, but for the tiles of losses."""
     return (one.is_tiled, one.compresses) == (other.is_tiled, other.compresses)
-
-
-def _added_us(tried: Tried) -> float:
-    """Return the time that a plan adds to a step as it runs, on this rank."""
-    plan = tried.run.call.plan
-    assert plan is not None
-    return plan.added_us

@@ -5,7 +5,6 @@ Answers are kept on disk, for one processor or GPU, number of threads, PyTorch, 
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -19,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from thunder_memsave.fusion import functions, inductor
 from thunder_memsave.measure.disk_table import DiskTable
-from thunder_memsave.measure.run_alone import environment
+from thunder_memsave.measure.run_alone import digest_of, environment
 from thunder_memsave.ops.cuda_device import is_here
 
 _log = logging.getLogger(__name__)
@@ -65,10 +64,8 @@ def _is_compared(operator: OpOverload, dtype: torch.dtype, device: torch.device)
 @cache
 def _code() -> str:
     """Return a digest of the formulas and of how they are compared."""
-    code = [
-        Path(str(each)).read_bytes() for each in (functions.__file__, inductor.__file__, __file__)
-    ]
-    return hashlib.sha256(b"".join(code)).hexdigest()[:8]
+    files = (functions.__file__, inductor.__file__, __file__)
+    return digest_of(Path(str(file)) for file in files)
 
 
 def _answer(operator: OpOverload, dtype: torch.dtype, device: torch.device) -> bool | None:

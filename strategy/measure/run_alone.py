@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -60,9 +60,12 @@ def environment() -> str:
 @cache
 def _own_kernels() -> str:
     """Return a digest of the code of this package's own operations."""
-    directory = Path(ops.__file__).parent
-    code = [path.read_bytes() for path in sorted(directory.rglob("*.py"))]
-    return hashlib.sha256(b"".join(code)).hexdigest()[:8]
+    return digest_of(sorted(Path(ops.__file__).parent.rglob("*.py")))
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """Return a digest of what files have in them, of 8 digits, for the key of a table on disk."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
 def _transformer_engine() -> str:

@@ -35,8 +35,7 @@ class Tries:
     def run(self, attempt: Any, plan: Any, budget_bytes: int, *, target_bytes: int) -> Any:
         more_bytes = self.taken(plan.actions) - budget_bytes
         added_us = 1e6 * bool(lacks := self.lacks(plan.actions)) + plan.added_us
-        call = SimpleNamespace(plan=SimpleNamespace(added_us=added_us))
-        return SimpleNamespace(more_bytes=more_bytes, overlap_lacks=lacks, call=call)
+        return SimpleNamespace(more_bytes=more_bytes, overlap_lacks=lacks, added_us=added_us)
 
     def found(self) -> int:
         planner: Any = MemoryPlanner.__new__(MemoryPlanner)

@@ -8,25 +8,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from harness import models
 from harness.copy_engines import small_values
 from harness.elsewhere import as_elsewhere
 from harness.fabric import clipped_step, make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.fabric_run import FabricRun
 from harness.memory import measured_memory
 from harness.smallest_budget import smallest_budget
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.optim import on_host
 from thunder_memsave.optim.on_host import StatesOnHost
-from thunder_memsave.sharding.sharded_parameter import as_rows
 
 NO_LIMIT = 2**40
 HOST_BYTES = 10_000_000
@@ -38,7 +39,7 @@ def elsewhere() -> Iterator[None]:
         yield
 
 
-class Run:
+class Run(FabricRun):
     """A net with 4.6 times as many bytes of states as a piece has, and its steps."""
 
     def __init__(
@@ -64,7 +65,8 @@ class Run:
     def step(self) -> None:
         clipped_step(self.fabric, self.model, self.optimizer, self.inputs)
 
-    def steps(self, count: int) -> Run:
+    @override
+    def steps(self, count: int) -> Self:
         for _ in range(count):
             self.step()
             self.schedule.step()
@@ -75,17 +77,8 @@ class Run:
         return {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
 
     @property
-    def peak_bytes(self) -> int:
-        strategy: Any = self.fabric.strategy
-        return int(strategy.plan.predicted_peak_bytes)
-
-    @property
     def is_on_host(self) -> bool:
         return isinstance(self.made, StatesOnHost)
-
-    def same_as(self, other: Run) -> bool:
-        pairs = zip(self.net.parameters(), other.net.parameters(), strict=True)
-        return all(torch.equal(as_rows(mine), as_rows(theirs)) for mine, theirs in pairs)
 
 
 def test_states_go_to_the_host_where_nothing_else_fits(

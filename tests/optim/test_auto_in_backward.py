@@ -17,6 +17,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from harness.elsewhere import as_elsewhere
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.fabric_run import FabricRun
 from harness.memory import measured_memory
 from thunder_memsave.distributed.agreement import OtherRankError
 from thunder_memsave.errors import BudgetError
@@ -24,7 +25,6 @@ from thunder_memsave.fabric.updates import update_in_backward
 from thunder_memsave.optim.in_backward import UpdatesInBackward
 from thunder_memsave.optim.on_host import StatesOnHost
 from thunder_memsave.settings.problems import ConfigError
-from thunder_memsave.sharding.sharded_parameter import as_rows
 
 NO_LIMIT = 2**40
 HOST_BYTES = 10_000_000
@@ -41,7 +41,7 @@ class Net(nn.Sequential):
         return found.square().mean()
 
 
-class Run:
+class Run(FabricRun):
     """A net whose gradients are most of a step's peak, with its steps."""
 
     def __init__(
@@ -71,26 +71,9 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def steps(self, count: int) -> Run:
-        for _ in range(count):
-            self.step()
-        return self
-
-    @property
-    def strategy(self) -> Any:
-        return self.fabric.strategy
-
     @property
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
-
-    @property
-    def peak_bytes(self) -> int:
-        return int(self.strategy.plan.predicted_peak_bytes)
-
-    def same_as(self, other: Run) -> bool:
-        pairs = zip(self.net.parameters(), other.net.parameters(), strict=True)
-        return all(torch.equal(as_rows(mine), as_rows(theirs)) for mine, theirs in pairs)
 
 
 def smallest(**arguments: Any) -> int:

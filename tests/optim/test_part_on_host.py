@@ -16,13 +16,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from harness.copy_engines import PoisonedBuffers, ShuffledEngine
 from harness.elsewhere import as_elsewhere
 from harness.fabric import clipped_step, make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.fabric_run import FabricRun
 from harness.memory import measured_memory
 from harness.smallest_budget import smallest_budget
 from thunder_memsave import optim as ours
 from thunder_memsave.ops.host_copies.engine import Host, other_host
 from thunder_memsave.optim import on_host
 from thunder_memsave.optim.on_host import StatesOnHost, kind_of, num_of_kinds, states_on_host
-from thunder_memsave.sharding.sharded_parameter import as_rows
 
 NO_LIMIT = 2**40
 MAKE: dict[str, Callable[..., Optimizer]] = {
@@ -121,7 +121,7 @@ def test_the_states_of_some_weights_go_and_the_bits_stay(name: str, hostile: Hos
     steps(5)
 
 
-class Run:
+class Run(FabricRun):
     """A net and its steps."""
 
     def __init__(
@@ -155,26 +155,9 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def steps(self, count: int) -> Run:
-        for _ in range(count):
-            self.step()
-        return self
-
     @property
     def state(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer}
-
-    @property
-    def strategy(self) -> Any:
-        return self.fabric.strategy
-
-    @property
-    def peak_bytes(self) -> int:
-        return int(self.strategy.plan.predicted_peak_bytes)
-
-    def same_as(self, other: Run) -> bool:
-        pairs = zip(self.net.parameters(), other.net.parameters(), strict=True)
-        return all(torch.equal(as_rows(mine), as_rows(theirs)) for mine, theirs in pairs)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from math import inf
 from thunder_memsave.budget.agreed import largest
 from thunder_memsave.budget.offload.last_resort import LastResort, least_bytes
 from thunder_memsave.budget.offload.offered_updates import OfferedUpdates, most_freed
-from thunder_memsave.budget.offload.part_of_states import StatesSize
+from thunder_memsave.budget.offload.part_of_states import StatesSize, bytes_of
 from thunder_memsave.budget.offload.streamed import streaming
 from thunder_memsave.budget.planned_call import Attempt
 from thunder_memsave.budget.way_search import Tried
@@ -189,16 +189,15 @@ class _Tries:
             if kinds == most or more_bytes <= 0:
                 yield attempt, see
                 num_tries += 1
-            freed_bytes = sum(sizes[kind].nbytes for kind in kinds)
+            freed_bytes = bytes_of(sizes, kinds)
             step_bytes = more_bytes if more_bytes > 0 else int(_MORE * (self.budget_bytes or 0))
             lacking = max(lacking, freed_bytes) + max(step_bytes, 1)
 
     def _added_us(self, tried: Tried) -> float:
         """Return the time that a plan and copies of states add to a step, the same on all ranks."""
-        call = tried.run.call
-        assert call.plan is not None
-        after_us = 0.0 if call.memory.updates else self._states_us(call.memory.host_bytes)
-        return largest(int(call.plan.added_us + after_us), self.data_parallel)
+        memory = tried.run.call.memory
+        after_us = 0.0 if memory.updates else self._states_us(memory.host_bytes)
+        return largest(int(tried.run.added_us + after_us), self.data_parallel)
 
     def _least_us(self, attempt: Attempt) -> float:
         """Return the least time that copies of states add to a step: beside a backward's updates all is hidden."""

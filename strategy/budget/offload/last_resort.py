@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thunder_memsave.budget.agreed import largest
 from thunder_memsave.budget.offload.offered_updates import OfferedUpdates
-from thunder_memsave.budget.offload.part_of_states import States, StatesSize, fewest
+from thunder_memsave.budget.offload.part_of_states import States, StatesSize, bytes_of, fewest
 from thunder_memsave.budget.offload.terms import check_states_fit, host_budget, offload_terms
 from thunder_memsave.budget.planned_call import Attempt
 from thunder_memsave.config import MemoryConfig
@@ -144,7 +144,7 @@ class LastResort:
         in_backward = lacking(updates.memory(memory.states_on_host))
         sizes = {} if in_backward <= 0 else self.sizes(memory)
         most = self.fewest(sizes, inf, memory, data_parallel)
-        is_part = 0 < in_backward <= sum(sizes[kind].nbytes for kind in most)
+        is_part = 0 < in_backward <= bytes_of(sizes, most)
         if in_backward <= 0 or is_part:
             updates.take()
         least_bytes = in_backward if is_part else lacking(memory)

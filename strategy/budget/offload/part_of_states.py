@@ -43,8 +43,8 @@ class States:
         if not kinds:
             return {}
         more_bytes = self.memory(tuple(kinds)).host_bytes - before.host_bytes
-        total = sum(num * _bytes_of(kind) for kind, num in kinds.items())
-        each = {kind: more_bytes * _bytes_of(kind) // (total or 1) for kind in kinds}
+        total = sum(num * _bytes_of_one(kind) for kind, num in kinds.items())
+        each = {kind: more_bytes * _bytes_of_one(kind) // (total or 1) for kind in kinds}
         return {kind: StatesSize(each[kind], num) for kind, num in kinds.items() if each[kind]}
 
 
@@ -79,13 +79,13 @@ def fewest(
     Returns:
         Kinds in order; none, if none may go.
     """
-    if sum(size.nbytes for size in sizes.values()) <= min(least_bytes, most_bytes):
+    if bytes_of(sizes, sizes) <= min(least_bytes, most_bytes):
         return tuple(sorted(sizes))
     largest = sorted(sizes, key=lambda kind: (-sizes[kind].nbytes, kind))[:_MOST_KINDS]
     combined = (some for num in range(len(largest)) for some in combinations(largest, num + 1))
-    parts = {some: nbytes for some in combined if (nbytes := _sum(sizes, some)) <= most_bytes}
-    if _sum(sizes, largest) < _sum(sizes, sizes) <= most_bytes:
-        parts[tuple(sizes)] = _sum(sizes, sizes)
+    parts = {some: nbytes for some in combined if (nbytes := bytes_of(sizes, some)) <= most_bytes}
+    if bytes_of(sizes, largest) < bytes_of(sizes, sizes) <= most_bytes:
+        parts[tuple(sizes)] = bytes_of(sizes, sizes)
     for at_once in (_AT_ONCE, 0):
         free = [some for some in parts if _freed(sizes, some, at_once) >= least_bytes]
         if free:
@@ -95,15 +95,16 @@ def fewest(
     return tuple(sorted(found))
 
 
-def _sum(sizes: Mapping[Kind, StatesSize], kinds: Iterable[Kind]) -> int:
+def bytes_of(sizes: Mapping[Kind, StatesSize], kinds: Iterable[Kind]) -> int:
+    """Return the bytes of the states of some kinds."""
     return sum(sizes[kind].nbytes for kind in kinds)
 
 
 def _freed(sizes: Mapping[Kind, StatesSize], kinds: Sequence[Kind], at_once: int) -> int:
-    return _sum(sizes, kinds) - at_once * max(sizes[kind].of_one for kind in kinds)
+    return bytes_of(sizes, kinds) - at_once * max(sizes[kind].of_one for kind in kinds)
 
 
-def _bytes_of(kind: Kind) -> int:
+def _bytes_of_one(kind: Kind) -> int:
     """Return the bytes of one parameter."""
     shape, dtype = kind
     return prod(shape) * int(getattr(torch, dtype.removeprefix("torch.")).itemsize)
