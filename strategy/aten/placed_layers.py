@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from thunder_memsave.aten.added_nodes import add_node
 from thunder_memsave.aten.equal_layers import EqualLayers, are_values_alike, same_setting
 from thunder_memsave.aten.origin import IS_BACKWARD, LAYER, ORIGIN, origin
 from thunder_memsave.aten.whole_calls import WHOLE_CALL, WHOLE_CALL_BACKWARD, Rule
@@ -235,8 +236,7 @@ class _Placing:
                 for model, of_model, tree in zip(models, sources, trees, strict=True):
                     read = [self._argument(source, (phase, layer)) for source in of_model]
                     args, kwargs = tree_unflatten(read, tree)
-                    made.append(graph.create_node(model.op, model.target, args, kwargs))
-                    made[-1].meta = self._meta(model, layer)
+                    made.append(add_node(graph, model, args, kwargs, self._meta(model, layer)))
 
     def join(self, where: _Where, sources: Sequence[Sequence[_Source]], kind: str) -> None:
         """Let a compared layer read the layer that is now next to it."""

@@ -8,6 +8,8 @@
 - `Symbol.normalize` asks `inspect` for the signature of the same function each time, and binds to it, also
   where it takes whatever is given.
 - The proxies of a symbol are found by way of optree and of three properties with a lock each (Python 3.11).
+- `BoundSymbol.from_bsym` forgets the proxies even where operands and results stay.
+- `TensorProxy` checks and derives the same for each tensor of a shape, dtype and device.
 - `to_printable` and `prettyprint` flatten each list of numbers, such as a shape, to look at each alone. And the text
   of strings in a list is escaped twice: an operator would get two backslashes for one.
 
@@ -38,7 +40,7 @@ _signatures: weakref.WeakKeyDictionary[Callable[..., Any], _Signature] = weakref
 
 def apply() -> None:
     """Let Thunder flatten once, and keep signatures."""
-    from thunder.core import codeutils, pytree, symbol, trace
+    from thunder.core import codeutils, proxies, pytree, symbol, trace
     from thunder.core import transforms as core_transforms
     from thunder.transforms import autodiff
 
@@ -51,6 +53,8 @@ def apply() -> None:
     symbol.Symbol.normalize = _normalize
     symbol.BoundSymbol.gather_ctxs = _gather_ctxs
     _find_proxies_at_once(symbol.BoundSymbol)
+    symbol.BoundSymbol.from_bsym = _keeping_proxies(symbol.BoundSymbol.from_bsym)
+    proxies._infer_tensor_properties = _inferring_once(proxies)
     trace.TraceCtx.python_callable = _gathering_once(trace.TraceCtx.python_callable)
     codeutils.to_printable = _plain_at_once(codeutils.to_printable, pytree.ProxyInterface)
     codeutils.prettyprint = _plain_text(codeutils.prettyprint, pytree.ProxyInterface)
@@ -148,6 +152,49 @@ def _take_proxies(values: Iterable[Any], found: list[Any]) -> bool:
         elif kind not in _LEAVES:
             return False
     return True
+
+
+def _keeping_proxies(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def from_bsym(self: Any, **changes: Any) -> Any:
+        """Return a symbol that is as another one but for what changes."""
+        made = make(self, **changes)
+        if made.sym._bind_postprocess is None and _OPERANDS.isdisjoint(changes):
+            known = self.__dict__
+            made.__dict__.update((name, known[name]) for name in _PROXIES if name in known)
+        return made
+
+    return from_bsym
+
+
+_OPERANDS = frozenset(("args", "kwargs", "output"))
+_PROXIES = ("flat_proxy_args", "flat_proxy_outs")
+
+
+def _inferring_once(proxies: Any) -> Callable[..., Any]:
+    infer = proxies._infer_tensor_properties
+    is_symbolic = proxies.using_symbolic_values
+
+    @functools.lru_cache(maxsize=4096)
+    def known(shape: tuple[int, ...], device: Any, dtype: Any, requires_grad: bool) -> Any:
+        return infer(None, shape, device, dtype, requires_grad)
+
+    @functools.wraps(infer)
+    def infer_tensor_properties(
+        like: Any = None,
+        shape: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+        requires_grad: Any = None,
+        *others: Any,
+    ) -> Any:
+        """Return what a proxy knows of a tensor, in the order in which it takes it."""
+        is_plain = like is None and type(shape) is tuple and all(type(n) is int for n in shape)
+        if not is_plain or any(o is not None for o in others) or is_symbolic():
+            return infer(like, shape, device, dtype, requires_grad, *others)
+        return known(shape, device, dtype, requires_grad)
+
+    return infer_tensor_properties
 
 
 def _normalize(self: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

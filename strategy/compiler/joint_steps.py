@@ -16,7 +16,7 @@ from thunder_memsave.compiler.fuse import fuses_as_planned
 from thunder_memsave.compiler.state import State
 from thunder_memsave.frontend.recorded_joint import taken_apart
 from thunder_memsave.passes.absent_gradients import without_zeros
-from thunder_memsave.passes.drop_unread import drop_unread
+from thunder_memsave.passes.drop_unread import drop_unread, instead_of_thunders
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.overlap.early_reductions import reduce_early
 from thunder_memsave.passes.recompute import recompute
@@ -33,7 +33,9 @@ def differentiate(state: State) -> State:
     if not state.facts.lowered.training:
         return state
     stage("differentiate")
-    return replace(state, joint=drop_unread(taken_apart(grad_transform_on_trace(state.joint))))
+    with instead_of_thunders():
+        joint = grad_transform_on_trace(state.joint)
+    return replace(state, joint=drop_unread(taken_apart(joint)))
 
 
 def claim(state: State) -> State:
@@ -42,7 +44,7 @@ def claim(state: State) -> State:
     This is Thunder's `transform_for_execution`, without what that does for Thunder's own data parallelism.
     """
     stage("claim operations")
-    joint = drop_unread(claimed(drop_unread(state.joint), state.facts.executors))
+    joint = drop_unread(claimed(state.joint, state.facts.executors))
     # Nothing after this asks what an operation was made of.
     joint.bound_symbols = [b.from_bsym(subsymbols=()) for b in joint.bound_symbols]
     return replace(state, joint=reduce_early(weight_gradients_first(joint)))

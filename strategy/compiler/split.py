@@ -19,6 +19,7 @@ from thunder_memsave.compiler.state import State
 from thunder_memsave.ops.accumulation import accumulated_names, without_reductions
 from thunder_memsave.ops.added_gradients import with_added
 from thunder_memsave.ops.updated_parameters import with_updates
+from thunder_memsave.passes.drop_unread import instead_of_thunders
 from thunder_memsave.passes.in_place.results import write_in_place
 from thunder_memsave.passes.in_place.updates import update_in_place
 from thunder_memsave.passes.overlap.state_copies import copy_states
@@ -30,7 +31,8 @@ def split(state: State) -> State:
     """Make a forward, and a backward where something needs a gradient."""
     if not is_joint(state.joint.bound_symbols):
         return replace(state, forward=state.joint)
-    forward, backward = split_into_forward_and_backward(state.joint)
+    with instead_of_thunders():
+        forward, backward = split_into_forward_and_backward(state.joint)
     if any(map(is_unread_draw, state.joint.bound_symbols)):
         forward, backward = _drawn_in_forward(forward, backward, state.joint)
     return replace(state, forward=forward, backward=backward)

@@ -129,10 +129,13 @@ def proxy_like(expected: Tensor, device: torch.device | None = None) -> TensorPr
     """Return a proxy with the metadata of a (fake) tensor, on `device` if given."""
     return TensorProxy(
         shape=tuple(expected.shape),
-        device=devices.to_device(device or expected.device),
+        device=_thunder_device(device or expected.device),
         dtype=dtypes.to_dtype(expected.dtype),
         requires_grad=expected.requires_grad,
     )
+
+
+_thunder_device = cache(devices.to_device)
 
 
 def record(

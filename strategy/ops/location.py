@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from thunder.core.symbol import BoundSymbol
@@ -44,5 +45,10 @@ def module_name(stack: Mapping[str, tuple[str, Any]] | None) -> str:
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
+    return _without_tables(path)
+
+
+@lru_cache(maxsize=4096)
+def _without_tables(path: str) -> str:
     # `L['self'].model.layers.0`, in adapters `L['self'].__dict__['_modules']['base_model'].model`, and `L['self']`.
     return ".".join(_OF_MODULES.sub(r".\1", path).split(".")[1:])

@@ -6,6 +6,8 @@ Thunder's looks through all parts of an operation for each of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 from thunder.core.baseutils import NumberProxyInterface
 from thunder.core.prims import OpTags, PrimIDs
@@ -14,6 +16,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.transform_common import remove_duplicate_number_proxies
+from thunder.transforms import autodiff
 
 _MAKES_NOTHING = (PrimIDs.COMMENT, PrimIDs.PRINT, PrimIDs.RETURN)
 
@@ -44,6 +47,13 @@ def drop_unread(trace: TraceCtx) -> TraceCtx:
     new.bound_symbols = list(_with_numbers_once(kept[::-1]))
     new.set_provenance(TraceProvenance("Drop unread"))
     return new
+
+
+@contextmanager
+def instead_of_thunders() -> Iterator[None]:
+    """Let Thunder's transforms for derivatives drop with `drop_unread`, too, what nothing reads."""
+    with patch.object(autodiff, "dce", drop_unread):
+        yield
 
 
 def _producers(symbols: Iterable[BoundSymbol]) -> dict[str, BoundSymbol]:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 
+from thunder_memsave.aten.added_nodes import add_node
 from thunder_memsave.aten.equal_layers import row_of
 from thunder_memsave.errors import ThunderMemsaveError
 from thunder_memsave.frontend.calls import Call
@@ -24,6 +26,7 @@ from thunder_memsave.frontend.few_layers.other_guards import (
     plain_name,
     source_name,
 )
+from thunder_memsave.frontend.few_layers.other_hooks import HookTable, no_hooks
 from thunder_memsave.frontend.few_layers.plain_loops import LayerList, layer_types, longest_list
 from thunder_memsave.frontend.few_layers.same_code import (
     Pairing,
@@ -86,7 +89,7 @@ def capture_few_layers(
             is_of_mode=is_of_mode,
             trace=few.trace,
         )
-        return _Completed(captured, module, found).capture()
+        return _Completed(captured, module, found, few.tables).capture()
     except Exception:
         # Dynamo fails in many ways at what stands for an attribute that differs. The whole module says what cannot be.
         return None
@@ -104,7 +107,7 @@ def _is_known_elsewhere(module: nn.Module, found: LayerList) -> bool:
     return num_known != len(ours)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _FewLayers:
     """Captures a module with few of its layers, and with one less."""
 
@@ -112,6 +115,8 @@ class _FewLayers:
     differing: Sequence[Mapping[str, Any]]
     """The attributes in which layers differ, by layer."""
     is_guarded: bool
+    tables: Sequence[HookTable] = ()
+    """The dictionaries of hooks that must stay empty in each layer, of which no guard asks."""
 
     def trace(self, trace: Callable[[], Any]) -> Any:
         """Return what Dynamo finds with few layers, with the guards of all."""
@@ -125,7 +130,8 @@ class _FewLayers:
                 fewer = trace()
         self._compare(output, fewer)
         if self.is_guarded:
-            guard_others(output, self.found.path, _MODEL, range(_FIRST, last))
+            others = range(_FIRST, last)
+            self.tables = guard_others(output, self.found.path, _MODEL, others)
         return output
 
     def _check(self, output: Any) -> None:
@@ -191,6 +197,8 @@ class _Completed:
     captured: Capture
     module: nn.Module
     found: LayerList
+    tables: Sequence[HookTable]
+    """As those of `_FewLayers`."""
 
     def capture(self) -> Capture:
         """Add the layers between the first ones and the last."""
@@ -200,7 +208,7 @@ class _Completed:
         inputs = dict(zip(self._placeholders, self.captured.inputs, strict=True))
         given = set(inputs)
         made, at = model, own[-1]
-        for layer in range(_FIRST, len(self.found.layers) - 1):
+        for layer in self._others:
             operands = {}
             for operand in own:
                 at = operands[operand] = self._operand(operand, layer, inputs, after=at)
@@ -221,8 +229,30 @@ class _Completed:
             self.module,
             [inputs[node] for node in placeholders],
             complete=_completion(self.module, added),
-            changed=_changed_types(self.found.owner),
+            changed=self._changed_unguarded(),
         )
+
+    def _changed_unguarded(self) -> Callable[[], str | None]:
+        """Return a function that tells of what no guard asks for, of the types of layers and hooks, what changed."""
+        module, path, name = self.module, self.found.path, self.found.name
+        owner_path = path.rpartition(".")[0]
+        types = layer_types(self.found.owner)
+        has_no_hooks = no_hooks(self.tables, [str(i) for i in self._others])
+
+        def changed() -> str | None:
+            owner = module.get_submodule(owner_path)
+            if layer_types(owner) != types:
+                return "the types of layers in the model's configuration changed"
+            if not has_no_hooks(owner._modules.get(name)):
+                return f"a module in {path} got a hook, or is another one"
+            return None
+
+        return changed
+
+    @property
+    def _others(self) -> range:
+        """The layers that were not captured."""
+        return range(_FIRST, len(self.found.layers) - 1)
 
     @property
     def _placeholders(self) -> list[fx.Node]:
@@ -300,12 +330,16 @@ class _Completed:
         """Add a layer, and return its nodes."""
         graph, made = self.captured.graph.graph, []
         own: dict[fx.Node, fx.Node] = {}
+
+        def read(node: fx.Node) -> fx.Node:
+            return own.get(node) or swaps.get(node, node)
+
         with graph.inserting_before(begins):
             for node in model:
-                new = graph.node_copy(node, lambda n: own.get(n, swaps.get(n, n)))
-                new.meta = {**node.meta, **self._changed(node, layer)}
-                own[node] = new
-                made.append(new)
+                args, kwargs = map_arg(node.args, read), map_arg(node.kwargs, read)
+                meta = {**node.meta, **self._changed(node, layer)}
+                own[node] = add_node(graph, node, args, kwargs, meta)
+                made.append(own[node])
         return made
 
     def _changed(self, node: fx.Node, layer: int) -> dict[str, Any]:
@@ -318,17 +352,6 @@ class _Completed:
             for key, (path, kind) in stack.items()
         }
         return {"nn_module_stack": modules}
-
-
-def _changed_types(owner: nn.Module) -> Callable[[], str | None]:
-    """Return a function that tells if the types of layers are other ones than now, which no guard asks."""
-    types = layer_types(owner)
-
-    def changed() -> str | None:
-        is_same = layer_types(owner) == types
-        return None if is_same else "the types of layers in the model's configuration changed"
-
-    return changed
 
 
 def _completion(

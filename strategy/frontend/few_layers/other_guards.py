@@ -20,7 +20,10 @@ from torch._guards import Guard, Source
 from torch.utils.weak import TensorWeakRef
 
 from thunder_memsave.errors import ThunderMemsaveError
+from thunder_memsave.frontend.few_layers.other_hooks import HookTable, hook_table
 
+_SELF = "L['self']"
+"""Name of the source of the module whose method was captured."""
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -28,14 +31,17 @@ class UnknownGuardError(ThunderMemsaveError, ValueError):
     """A guard of a layer cannot be made again for another."""
 
 
-def guard_others(output: Any, path: str, model: int, others: Iterable[int]) -> None:
-    """Add the guards of layers that are as another.
+def guard_others(output: Any, path: str, model: int, others: Iterable[int]) -> list[HookTable]:
+    """Add the guards of layers that are as another, but for those that ask if they have hooks.
 
     Args:
         output: What Dynamo captured.
         path: Dotted name of the list of layers, in the module whose method was captured.
         model: Index of the layer whose guards are known.
         others: Indices of the layers that get them.
+
+    Returns:
+        The dictionaries of hooks that must be empty in each of the others.
 
     Raises:
         UnknownGuardError: A guard of the layer has facts that cannot be read, or there is none.
@@ -52,12 +58,23 @@ def guard_others(output: Any, path: str, model: int, others: Iterable[int]) -> N
     of_ordered = [source for source in ordered if layer.of(source) is not source]
     if not own:
         raise UnknownGuardError(f"no guard of layer {model} of {path} is known")
+    tables = {guard: _hook_table(guard, suffix) for guard in own}
+    own = [guard for guard in own if tables[guard] is None]
     for other in map(str, others):
         moves = _Moves(suffix, other)
         for guard in own:
             graph.guards.add(_made_again(guard, moves))
         sizes.update({moves.of(source): facts for source, facts in of_sizes})
         ordered.update([moves.of(source) for source in of_ordered])
+    return [table for table in tables.values() if table is not None]
+
+
+def _hook_table(guard: Guard, layer: str) -> HookTable | None:
+    """Return the dictionary of hooks that a guard wants to be empty; None: it asks for something else."""
+    if guard.create_fn is not GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT:
+        return None
+    module, _, name = plain_name(guard.originating_source).partition(layer)
+    return hook_table(name) if module == _SELF else None
 
 
 def source_name(path: str, layer: int) -> str:

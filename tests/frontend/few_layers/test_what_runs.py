@@ -160,6 +160,16 @@ def _hooked(layer: Any) -> None:
     layer.register_forward_hook(lambda module, args, result: result * 2)
 
 
+def _hooked_inside(layer: Any) -> None:
+    layer.linear.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def _hooked_with_keywords(layer: Any) -> None:
+    layer.norm.register_forward_hook(
+        lambda module, args, named, result: result * 2, with_kwargs=True
+    )
+
+
 def _without_bias(layer: Any) -> None:
     layer.linear.bias = None
 
@@ -170,7 +180,10 @@ def _another_module(layer: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [_other_scale, _frozen, _evaluated, _hooked, _without_bias, _another_module],
+    [
+        *(_other_scale, _frozen, _evaluated, _without_bias, _another_module),
+        *(_hooked, _hooked_inside, _hooked_with_keywords),
+    ],
 )
 def test_a_change_of_a_layer_that_was_not_captured_is_seen(
     change: Callable[[Any], None], found: list[bool]
@@ -178,6 +191,52 @@ def test_a_change_of_a_layer_that_was_not_captured_is_seen(
     torch.manual_seed(0)
     assert_eagers_after_each(Stack(), lambda model: change(model.blocks[9]))
     assert found == [True, False]
+
+
+def test_a_hook_that_is_removed_is_called_no_more(found: list[bool]) -> None:
+    torch.manual_seed(0)
+    handles: list[Any] = []
+
+    def add(model: Any) -> None:
+        double = model.blocks[9].linear.register_forward_hook(
+            lambda module, args, result: result * 2
+        )
+        handles.append(double)
+
+    assert_eagers_after_each(Stack(), add, lambda _: handles.pop().remove())
+    assert found == [True, False]
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = Stack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+def test_hooks_of_a_model_that_takes_the_place_of_another_are_seen(found: list[bool]) -> None:
+    torch.manual_seed(0)
+
+    def replace_inner(model: Any) -> None:
+        model.inner = Stack()
+        _hooked_inside(model.inner.blocks[9])
+
+    assert_eagers_after_each(Outer(), lambda model: setattr(model, "inner", Stack()), replace_inner)
+    assert found == [True, False]
+
+
+def test_the_reason_for_a_new_capture_names_the_list_of_layers() -> None:
+    model = Stack()
+    captured = capture_few_layers(
+        model, Call.of(model.forward, (data(),), {}), reason="", is_guarded=True, is_of_mode=False
+    )
+    assert captured is not None
+    _hooked_inside(model.blocks[9])
+    reason = captured.why_not(Call.of(model.forward, (data(),), {}))
+    assert reason == "a module in blocks got a hook, or is another one"
 
 
 def test_a_layer_that_is_added_or_removed_is_seen(found: list[bool]) -> None:
