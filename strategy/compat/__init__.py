@@ -17,6 +17,7 @@ from thunder_memsave.compat import (
     byte_targets,
     dynamo_compile_metrics,
     dynamo_function_names,
+    fake_norm_statistics,
     fake_views,
     hidden_transformer_engine,
     ignored_mark_dirty,
@@ -37,6 +38,7 @@ def apply() -> None:
     dynamo_function_names.apply()
     padded_encoders.apply()
     dynamo_compile_metrics.apply()
+    fake_norm_statistics.apply()
     fake_views.apply()
     ignored_mark_dirty.apply()
     repeated_thunder_work.apply()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness import models
 from harness.distributed import SOAK_HANG_S
@@ -23,19 +26,44 @@ from thunder_memsave.strategy import ThunderMemsaveStrategy
 NUM_RANKS = 2
 
 
+def _lora() -> nn.Module:
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    model: nn.Module = peft.get_peft_model(models.llama(2), adapters)
+    return model
+
+
+RECOMPUTED = {"policy": "recompute_all"}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: models.llama(2),
+    "qwen2": lambda: models.qwen2(2),
+    "gpt2 with dropout": lambda: models.gpt2(2, resid_pdrop=0.1, embd_pdrop=0.1),
+    "lora with dropout": _lora,
+}
+
+
 class Ran:
     """A model whose first step ran."""
 
-    def __init__(self, sharding: str, *, fusion: bool, accumulates: bool = False) -> None:
+    def __init__(
+        self,
+        sharding: str,
+        *,
+        fusion: bool,
+        accumulates: bool = False,
+        model: str = "llama",
+        dtype: torch.dtype = torch.float32,
+        memory: dict[str, Any] | None = None,
+    ) -> None:
         self.fabric: Fabric = make_fabric(
             devices=NUM_RANKS,
             sharding=sharding,
             fusion=fusion,
+            memory=memory or {},
             accumulate="accumulate_unsharded" if accumulates else "reduce_every",
             timeout="5min",
         )
         torch.manual_seed(0)
-        module = models.llama(2)
+        module = MODELS[model]().to(dtype)
         self.model: Any
         self.model, optimizer = self.fabric.setup(module, torch.optim.SGD(module.parameters()))
         self.ids = models.token_batch(2, 16, seed=self.fabric.global_rank)
@@ -87,13 +115,26 @@ def communicated(ran: Ran) -> list[str]:
 
 @on_fabric_rank
 def check(sharding: str) -> None:
-    unfused, fused = Ran(sharding, fusion=False), Ran(sharding, fusion=True)
+    for model, dtype in itertools.product(MODELS, (torch.float32, torch.bfloat16)):
+        unfused, fused = (Ran(sharding, fusion=f, model=model, dtype=dtype) for f in (False, True))
+        assert_same_but_fused(unfused, fused)
+        assert communicated(fused) == communicated(unfused)
+        assert fused.predicted_bytes <= unfused.predicted_bytes
+        smallest = Ran(sharding, fusion=True, model=model, dtype=dtype, memory=RECOMPUTED)
+        assert_same_but_fused(unfused, smallest)
+        for part in (0.8, 0.6):
+            low, high = smallest.predicted_bytes, fused.predicted_bytes
+            memory = {"policy": "plan", "budget": int(low + part * (high - low))}
+            planned = Ran(sharding, fusion=True, model=model, dtype=dtype, memory=memory)
+            assert_same_but_fused(unfused, planned)
+            assert planned.predicted_bytes <= memory["budget"]
+
+
+def assert_same_but_fused(unfused: Ran, fused: Ran) -> None:
     assert any(name.startswith(PREFIX) for name in fused.symbols())
     assert len(fused.gradients) == len(unfused.gradients) > 10
     assert all(map(torch.equal, fused.gradients, unfused.gradients))
-    assert communicated(fused) == communicated(unfused)
     assert any("gather" in n or "reduce" in n for n in communicated(fused))
-    assert fused.predicted_bytes <= unfused.predicted_bytes
     assert fused.measured_bytes() == fused.predicted_bytes
 
 

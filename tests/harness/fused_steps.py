@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harness.fp8_linears import fp8_module, linears_of, state_of
 from harness.memory import measured_peak_bytes
 from harness.predicted_peaks import planned_bytes
 from thunder_memsave.budget.memory_planner import MemoryPlanner
@@ -62,7 +64,7 @@ class Ran:
     """A step that ran."""
 
     bits: list[Tensor]
-    """Loss, gradients, the generator's state."""
+    """Loss, gradients, the generator's state, and scales and histories of fp8."""
     call: PlannedCall
     compiled: Compiled
     measured_bytes: int
@@ -100,7 +102,20 @@ def step(
     fusion: bool,
     policy: str = "keep_all",
     budget_bytes: int | None = None,
+    around: AbstractContextManager[Any] | None = None,
+    fp8: bool = False,
 ) -> Ran:
+    """Run two steps of a model, the second to measure it.
+
+    Args:
+        build: Makes the model.
+        inputs: Its batch.
+        fusion: Whether operators are fused.
+        policy: Of the memory.
+        budget_bytes: For the plan.
+        around: Entered around each forward: autocast.
+        fp8: Whether linears compute in fp8; their scaling state counts as bits then.
+    """
     torch.manual_seed(0)
     model = build().train()
     planner = MemoryPlanner(
@@ -108,10 +123,16 @@ def step(
         device=device("cpu"),
         budget_bytes=budget_bytes,
     )
-    module = CompiledModule(model, planner=planner, config=CompileConfig(fusion=fusion))
+    config = CompileConfig(fusion=fusion)
+    module = (
+        fp8_module(model, planner=planner, compile_config=config)
+        if fp8
+        else CompiledModule(model, planner=planner, config=config)
+    )
 
     def run() -> Tensor:
-        outputs = module(**inputs)  # the caller is taken to hold all of them
+        with around or nullcontext():
+            outputs = module(**inputs)  # the caller is taken to hold all of them
         loss = outputs if isinstance(outputs, Tensor) else outputs[0]
         loss.backward()
         return loss.detach()
@@ -119,7 +140,8 @@ def step(
     torch.manual_seed(1)
     loss = run()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    bits = [loss, *gradients, torch.get_rng_state()]
+    states = state_of(linears_of(module)).values() if fp8 else ()
+    bits = [loss, *gradients, torch.get_rng_state(), *states]
     model.zero_grad()
     measured = measured_peak_bytes(run)
     return Ran(bits, planner.calls[-1], module.captures[0], measured)
