@@ -124,10 +124,11 @@ def check(sharding: str) -> None:
         assert_same_but_fused(unfused, smallest)
         for part in (0.8, 0.6):
             low, high = smallest.predicted_bytes, fused.predicted_bytes
-            memory = {"policy": "plan", "budget": int(low + part * (high - low))}
+            budget_bytes = int(low + part * (high - low))
+            memory = {"policy": "plan", "budget": budget_bytes}
             planned = Ran(sharding, fusion=True, model=model, dtype=dtype, memory=memory)
             assert_same_but_fused(unfused, planned)
-            assert planned.predicted_bytes <= memory["budget"]
+            assert planned.predicted_bytes <= budget_bytes
 
 
 def assert_same_but_fused(unfused: Ran, fused: Ran) -> None:
