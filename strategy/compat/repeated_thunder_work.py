@@ -187,11 +187,13 @@ def _inferring_once(proxies: Any) -> Callable[..., Any]:
         dtype: Any = None,
         requires_grad: Any = None,
         *others: Any,
+        **named: Any,
     ) -> Any:
         """Return what a proxy knows of a tensor, in the order in which it takes it."""
         is_plain = like is None and type(shape) is tuple and all(type(n) is int for n in shape)
-        if not is_plain or any(o is not None for o in others) or is_symbolic():
-            return infer(like, shape, device, dtype, requires_grad, *others)
+        has_more = any(o is not None for o in (*others, *named.values()))
+        if not is_plain or has_more or is_symbolic():
+            return infer(like, shape, device, dtype, requires_grad, *others, **named)
         return known(shape, device, dtype, requires_grad)
 
     return infer_tensor_properties

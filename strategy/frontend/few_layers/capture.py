@@ -240,7 +240,10 @@ class _Completed:
         has_no_hooks = no_hooks(self.tables, [str(i) for i in self._others])
 
         def changed() -> str | None:
-            owner = module.get_submodule(owner_path)
+            try:
+                owner = module.get_submodule(owner_path)
+            except AttributeError:
+                return f"there is no {path} any more"
             if layer_types(owner) != types:
                 return "the types of layers in the model's configuration changed"
             if not has_no_hooks(owner._modules.get(name)):

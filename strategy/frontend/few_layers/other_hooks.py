@@ -1,8 +1,7 @@
 """Asks in each call if modules of the layers that Dynamo did not see got hooks.
 
-Half of Dynamo's guards of a layer ask if a dictionary of hooks is empty, six for each module. Guards of all layers take
-longer to build than a walk through the modules takes in as many calls as a run has hours (2 cores: 60 ms for 18 layers
-of 13 modules, and 0.1 ms a call).
+Half of Dynamo's guards of a layer ask if a dictionary of hooks is empty, six for each module. For 21 layers of 13
+modules it takes 80 ms to build them (2 cores); a walk through the modules takes 0.1 ms of a call.
 """
 
 from __future__ import annotations

@@ -228,6 +228,25 @@ def test_hooks_of_a_model_that_takes_the_place_of_another_are_seen(found: list[b
     assert found == [True, False]
 
 
+class Other(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+def test_a_model_without_the_list_may_take_the_place_of_another(found: list[bool]) -> None:
+    torch.manual_seed(0)
+    outermost = Outer()
+    outermost.inner = Outer()
+    change: list[Callable[[Any], None]] = [lambda model: setattr(model, "inner", Other())]
+    assert_eagers_after_each(outermost, *change)
+    assert found == [True, False]
+
+
 def test_the_reason_for_a_new_capture_names_the_list_of_layers() -> None:
     model = Stack()
     captured = capture_few_layers(
