@@ -368,7 +368,7 @@ class MemoryPlanner:
                 self._asked.remember_run(offer.plan, peak_bytes=budget_bytes + run.more_bytes)
             if run.more_bytes <= 0 and run.overlap_lacks:
                 return self._overlapping(tried, target_bytes, structure, too_large)
-            if run.more_bytes <= 0 and refused is not None:
+            if run.more_bytes <= 0 and not (self._limit.is_reserved and refused is None):
                 return self._fuller(tried, target_bytes, refused, structure, too_large)
             if run.more_bytes <= 0 or offer.bound_bytes is not None:
                 return tried
@@ -416,18 +416,21 @@ class MemoryPlanner:
         self,
         tried: Tried,
         target_bytes: int,
-        refused: _Refused,
+        refused: _Refused | None,
         structure: str,
         too_large: Collection[Actions],
     ) -> Tried:
-        """Try once to use what a plan leaves of the budget that the one before it exceeded. A collective.
+        """Try once to use what a plan leaves of the budget. A collective.
 
-        What the allocator takes beside tensors, and the order in which they run, change from plan to plan.
+        What later passes save, what the allocator takes beside tensors, and the order in which they run, change from
+        plan to plan: so it tries for less than is left, and between it and a plan that was refused, if one was.
         """
         budget_bytes, left_bytes = self._budget_bytes, -tried.run.more_bytes
         assert budget_bytes is not None
-        part = left_bytes / (left_bytes + refused.more_bytes)
-        more_bytes = int(_OF_ROOM * part * (refused.target_bytes - target_bytes))
+        more_bytes = int(_OF_ROOM * left_bytes)
+        if refused is not None:
+            part = left_bytes / (left_bytes + refused.more_bytes)
+            more_bytes = int(_OF_ROOM * part * (refused.target_bytes - target_bytes))
         if not tried.offer.plan.recompute_us or more_bytes < WORTH_A_TRY * budget_bytes:
             return tried
         stage("solve")

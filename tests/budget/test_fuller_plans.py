@@ -1,4 +1,4 @@
-"""After a plan whose run exceeded the budget, and one that leaves part of it, one between is tried."""
+"""What a plan's run leaves of the budget is used by one more plan, less than one that was refused, if one was."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Tries:
     taken: Callable[[int], int]
     lacks: Callable[[int], int] = lambda _: 0
     """The bytes that are lacking for copies that overlap, which save a second."""
+    is_reserved: bool = True
     targets: list[int] = field(default_factory=list)
 
     def offer(self, attempt: Any, structure: str, target_bytes: int, too_large: Any) -> Any:
@@ -40,7 +41,7 @@ class Tries:
     def found(self) -> int:
         planner: Any = MemoryPlanner.__new__(MemoryPlanner)
         planner._budget_bytes, planner._asked, planner._data_parallel = BUDGET, None, None
-        planner._limit = SimpleNamespace(is_reserved=True)
+        planner._limit = SimpleNamespace(is_reserved=self.is_reserved)
         planner._rank_zeros, planner._within = self.offer, self.run
         actions: int = planner._tried(SimpleNamespace(), "").offer.plan.actions
         return actions
@@ -68,6 +69,24 @@ def test_what_is_left_is_tried_once(
 ) -> None:
     tries = Tries(taken)
 
+    assert tries.found() == found
+    assert tries.targets == targets
+
+
+@pytest.mark.parametrize(
+    ("taken", "targets", "found"),
+    [
+        (lambda target: target - 100, [2000, 2090], 2090),
+        (lambda target: target - (100 if target <= 2000 else 80), [2000, 2090], 2000),
+        (lambda target: target - 10, [2000], 2000),
+        (lambda target: target + (200 if target > 1900 else 40), [2000, 1800, 1880], 1880),
+    ],
+    ids=["passes save as much again", "passes save less", "too little is left", "one was refused"],
+)
+def test_what_passes_save_of_a_budget_of_tensors_is_planned_for(
+    taken: Callable[[int], int], targets: list[int], found: int
+) -> None:
+    tries = Tries(taken, is_reserved=False)
     assert tries.found() == found
     assert tries.targets == targets
 
