@@ -13,6 +13,7 @@ import copy
 import platform
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +41,24 @@ SMALL = "fused, 0.75 of torch.compile's memory"
 WAYS = ("unfused", "fused", "torch.compile", SMALL, "eager")
 """Each is measured with those before it. The memory is that beside parameters and gradients."""
 
-Step = Callable[[], None]
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Forward and backward of a model that has no gradients before."""
+
+    run: Callable[[], None]
+    model: nn.Module
+
+    def __call__(self) -> None:
+        """Take the step."""
+        self.model.zero_grad(set_to_none=True)
+        self.run()
+
+    def peak_bytes(self) -> int:
+        """Return the step's peak beside what it finds; its gradients are part of it."""
+        # Before it: what is freed while memory is measured counts or not, by chance.
+        self.model.zero_grad(set_to_none=True)
+        return measured_peak_bytes(self.run)
 
 
 def model_of(layers: int, width: int, length: int) -> nn.Module:
@@ -77,10 +95,9 @@ def step_of(
         called = compiled(model, fusion=way == "fused")
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
         called(input_ids=batch, labels=batch)[0].backward()
 
-    return step
+    return Step(step, model)
 
 
 def compiled(model: nn.Module, **settings: Any) -> Any:
@@ -99,7 +116,7 @@ def rows(size: tuple[int, int, int, int], ways: Sequence[str], repeats: int) -> 
     steps, first = dict[str, Step](), {}
 
     def saved_bytes() -> int:
-        fused, other = (measured_peak_bytes(steps[way]) for way in ("fused", "torch.compile"))
+        fused, other = (steps[way].peak_bytes() for way in ("fused", "torch.compile"))
         gradients = sum(p.nbytes for p in model.parameters())
         return fused - int(0.75 * (other - gradients)) - gradients
 
@@ -121,7 +138,7 @@ def rows(size: tuple[int, int, int, int], ways: Sequence[str], repeats: int) -> 
         low, middle, high = quantiles(ratios, n=4)
         found.append(
             f"{way} | {median(times[way]):.2f} | {middle:.3f} | {low:.3f} to {high:.3f} | "
-            f"{measured_peak_bytes(steps[way]):,} | {first[way]:.1f} |"
+            f"{steps[way].peak_bytes():,} | {first[way]:.1f} |"
         )
     return found
 
@@ -140,7 +157,7 @@ def main() -> None:
         f"`python benchmarks/fusion.py --save`, {date.today().isoformat()}, one thread of a {platform.machine()} CPU "
         f"that other processes used too, torch {version('torch')}, transformers {version('transformers')}; a Llama in "
         f"float32, forward and backward, medians of the CPU time of {options.repeats} steps each, in turn. The peak is "
-        "beside what a step finds, earlier gradients among it. First step: with capture, plan and compilation; how "
+        "beside weights, the step's gradients among it. First step: with capture, plan and compilation; how "
         "many kernels were on disk is not controlled.",
         "",
         "| model | step | ms | of unfused | middle half | peak, bytes | first step, s |",
