@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
 
-from harness import models
 from harness.distributed import SOAK_HANG_S
 from harness.effort import little_effort
-from harness.fused_steps import Ran, step
+from harness.fused_steps import MODELS, Ran, step
 from thunder_memsave.errors import BudgetError
 from thunder_memsave.fusion import inductor
 
@@ -22,20 +19,6 @@ IDS = torch.randint(101, (4, 32), generator=torch.Generator().manual_seed(0))
 INPUTS = {"input_ids": IDS, "labels": IDS}
 
 
-def _lora() -> nn.Module:
-    adapters = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
-    model: nn.Module = peft.get_peft_model(models.llama(2), adapters)
-    return model
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: models.llama(2),
-    "qwen2": lambda: models.qwen2(2),
-    "gpt2 with dropout": lambda: models.gpt2(2, resid_pdrop=0.1, embd_pdrop=0.1),
-    "lora with dropout": _lora,
-    "bert": lambda: models.bert(2),
-}
-"""Functions that make each model."""
 KINDS = ("float32", "bfloat16", "autocast", "fp8")
 PARTS = ("mm", "attention", "bernoulli", "dropout")
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
-import peft
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness import models
 from harness.distributed import SOAK_HANG_S
 from harness.fabric import make_fabric, on_fabric_rank, run_on_fabric_ranks
+from harness.fused_steps import MODELS
 from harness.memory import measured_memory
 from harness.rank_memory import letting_go
 from thunder_memsave.budget.memory_planner import MemoryPlanner
@@ -26,19 +25,8 @@ from thunder_memsave.strategy import ThunderMemsaveStrategy
 NUM_RANKS = 2
 
 
-def _lora() -> nn.Module:
-    adapters = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
-    model: nn.Module = peft.get_peft_model(models.llama(2), adapters)
-    return model
-
-
+DECODERS = ("llama", "qwen2", "gpt2 with dropout", "lora with dropout")
 RECOMPUTED = {"policy": "recompute_all"}
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: models.llama(2),
-    "qwen2": lambda: models.qwen2(2),
-    "gpt2 with dropout": lambda: models.gpt2(2, resid_pdrop=0.1, embd_pdrop=0.1),
-    "lora with dropout": _lora,
-}
 
 
 class Ran:
@@ -115,7 +103,7 @@ def communicated(ran: Ran) -> list[str]:
 
 @on_fabric_rank
 def check(sharding: str) -> None:
-    for model, dtype in itertools.product(MODELS, (torch.float32, torch.bfloat16)):
+    for model, dtype in itertools.product(DECODERS, (torch.float32, torch.bfloat16)):
         unfused, fused = (Ran(sharding, fusion=f, model=model, dtype=dtype) for f in (False, True))
         assert_same_but_fused(unfused, fused)
         assert communicated(fused) == communicated(unfused)

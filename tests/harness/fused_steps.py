@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import peft
 import torch
 from torch import Tensor, nn
 
+from harness import models
 from harness.fp8_linears import fp8_module, linears_of, state_of
 from harness.memory import measured_peak_bytes
 from harness.predicted_peaks import planned_bytes
@@ -20,6 +22,23 @@ from thunder_memsave.compiler.compiled_module import CompiledModule
 from thunder_memsave.config import CompileConfig, MemoryConfig
 from thunder_memsave.fusion.region import PREFIX
 from thunder_memsave.planner.devices import device
+
+
+def _lora() -> nn.Module:
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    model: nn.Module = peft.get_peft_model(models.llama(2), adapters)
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: models.llama(2),
+    "qwen2": lambda: models.qwen2(2),
+    "gpt2 with dropout": lambda: models.gpt2(2, resid_pdrop=0.1, embd_pdrop=0.1),
+    "lora with dropout": _lora,
+    "bert": lambda: models.bert(2),
+}
+"""Functions that make models of transformers, with two layers each."""
+
 
 WIDTH = 16
 
