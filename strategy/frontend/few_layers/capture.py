@@ -130,8 +130,7 @@ class _FewLayers:
                 fewer = trace()
         self._compare(output, fewer)
         if self.is_guarded:
-            others = range(_FIRST, last)
-            self.tables = guard_others(output, self.found.path, _MODEL, others)
+            self.tables = guard_others(output, self.found.path, _MODEL, _others(self.found))
         return output
 
     def _check(self, output: Any) -> None:
@@ -157,6 +156,11 @@ class _FewLayers:
             raise _NotAlikeError("the number of layers changes more than their number")
         if not does_as_much_else(made.bytecode, made_with_fewer.bytecode):
             raise _NotAlikeError("layers do more than to compute")
+
+
+def _others(found: LayerList) -> range:
+    """Return the indices of the layers that are not captured."""
+    return range(_FIRST, len(found.layers) - 1)
 
 
 @contextmanager
@@ -208,7 +212,7 @@ class _Completed:
         inputs = dict(zip(self._placeholders, self.captured.inputs, strict=True))
         given = set(inputs)
         made, at = model, own[-1]
-        for layer in self._others:
+        for layer in _others(self.found):
             operands = {}
             for operand in own:
                 at = operands[operand] = self._operand(operand, layer, inputs, after=at)
@@ -237,7 +241,7 @@ class _Completed:
         module, path, name = self.module, self.found.path, self.found.name
         owner_path = path.rpartition(".")[0]
         types = layer_types(self.found.owner)
-        has_no_hooks = no_hooks(self.tables, [str(i) for i in self._others])
+        has_no_hooks = no_hooks(self.tables, [str(i) for i in _others(self.found)])
 
         def changed() -> str | None:
             try:
@@ -251,11 +255,6 @@ class _Completed:
             return None
 
         return changed
-
-    @property
-    def _others(self) -> range:
-        """The layers that were not captured."""
-        return range(_FIRST, len(self.found.layers) - 1)
 
     @property
     def _placeholders(self) -> list[fx.Node]:
