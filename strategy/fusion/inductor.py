@@ -40,6 +40,8 @@ _OPTIONS = {
 }
 
 _MOST_OBJECTS = 20_000
+_SLICES = "slices 1"
+"""How graphs for a CPU are written before they are compiled; see `slices.py`."""
 
 Kernel = Callable[..., Sequence[Tensor]]
 Generated = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -166,7 +168,7 @@ def rounds_factors() -> bool:
 
 def describe() -> str:
     """Describe what decides, beside the graph, which kernel is made."""
-    return f"torch {torch.__version__} {sorted(_OPTIONS.items())}"
+    return f"torch {torch.__version__} {sorted(_OPTIONS.items())} {_SLICES}"
 
 
 @cache

@@ -32,6 +32,7 @@ from thunder_memsave.aten.record import as_one_kernel
 from thunder_memsave.fusion import inductor
 from thunder_memsave.fusion.functions import formulas
 from thunder_memsave.fusion.same_bits import num_different
+from thunder_memsave.fusion.slices import in_slices
 from thunder_memsave.measure.layouts import Layout, Value, make_arguments
 from thunder_memsave.measure.op_profile import text_of
 from thunder_memsave.ops.location import location
@@ -40,6 +41,8 @@ PREFIX = "fused_"
 _NUM_COMPARED = 2**16
 """Numbers by which kernels are compared, at least."""
 _MOST_ROUNDS = 8
+_NUM_FROM_ZERO = 13
+"""From one zero among those numbers to the next; before a negative one."""
 
 _log = logging.getLogger(__name__)
 
@@ -113,30 +116,50 @@ class Region:
 
     def _compile(self) -> None:
         start = time.perf_counter()
+        reason = self._reason_against_all()
+        if self._kernel is None:
+            self._refuse(reason)
+        self.compile_s = time.perf_counter() - start
+
+    def _reason_against_all(self) -> str:
+        """Compile the first graph that can be; else return why the last one is none for this region."""
+        try:
+            graphs, fakes = self._graphs()
+        # Of any type: a compiler's, the disk's, inductor's own assertions.
+        except Exception as error:
+            return self._failed(error)
+        reason = ""
+        for graph in graphs:
+            if not (reason := self._reason_against(graph, fakes)):
+                break
+        return reason
+
+    def _failed(self, error: Exception) -> str:
+        self.has_failed = True
+        return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+
+    def _reason_against(self, graph: fx.GraphModule, fakes: Sequence[Tensor]) -> str:
         args = make_arguments([Value(e, i) for i, e in enumerate(self._inputs)], zeros=True)
         try:
             with torch.no_grad():
-                compiled = inductor.compile_graph(*self._graph())
+                compiled = inductor.compile_graph(graph, fakes)
                 compiled(*args)  # the first call ends what inductor began for it
                 kernel = inductor.direct(compiled)
                 expected, found = self._eager(*args), kernel([*args])
-        # Of any type: a compiler's, the disk's, inductor's own assertions.
         except Exception as error:
-            self.has_failed = True
-            self._refuse(f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0])
-            return
+            return self._failed(error)
+        self.has_failed = False
         if list(map(_described, found)) != list(map(_described, expected)):
-            self._refuse("inductor lays its results out otherwise")
-        elif _num_storages(found, args) != len(found) + _num_storages(args):
-            self._refuse("its results share memory")
-        elif not self._has_same_bits(kernel, args):
-            self._refuse("inductor's code has other bits")
-        else:
-            self._kernel = kernel
-            strides = [(a.stride(), b.stride()) for a, b in zip(found, expected, strict=True)]
-            if any(ours != theirs for ours, theirs in strides):
-                self._laid_out = [None if a == b else b for a, b in strides]
-        self.compile_s = time.perf_counter() - start
+            return "inductor lays its results out otherwise"
+        if _num_storages(found, args) != len(found) + _num_storages(args):
+            return "its results share memory"
+        if not self._has_same_bits(kernel, args):
+            return "inductor's code has other bits"
+        self._kernel = kernel
+        strides = [(a.stride(), b.stride()) for a, b in zip(found, expected, strict=True)]
+        if any(ours != theirs for ours, theirs in strides):
+            self._laid_out = [None if a == b else b for a, b in strides]
+        return ""
 
     def _has_same_bits(self, kernel: inductor.Generated, args: Sequence[Tensor]) -> bool:
         """Compare on a CPU, where the kernel that PyTorch or inductor takes depends on layouts, for numbers at random.
@@ -158,7 +181,8 @@ class Region:
         self.is_refused = True
         _log.warning("%s is not fused: %s; its operators stay as they are.", self.name, reason)
 
-    def _graph(self) -> tuple[Any, Sequence[Tensor]]:
+    def _graphs(self) -> tuple[list[fx.GraphModule], Sequence[Tensor]]:
+        """Return graphs of the operators, the fastest one first, and their inputs."""
         with inductor.options():
             mode = FakeTensorMode()
             with mode:
@@ -166,8 +190,10 @@ class Region:
             table = formulas("cuda" if any(f.is_cuda for f in fakes) else "cpu")
             with mode, torch._C.DisableTorchFunctionSubclass():
                 graph = make_fx(lambda *a: list(self._eager(*a)), decomposition_table=table)(*fakes)
-        _keep_order(graph)
-        return graph, fakes
+        graphs = [graph] if any(f.is_cuda for f in fakes) else [*in_slices(graph, fakes), graph]
+        for each in graphs:
+            _keep_order(each)
+        return graphs, fakes
 
 
 def _fake(layout: Layout) -> Tensor:
@@ -215,6 +241,7 @@ def _fill(args: Sequence[Tensor], generator: torch.Generator) -> None:
         flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
         if tensor.is_floating_point():
             flat.normal_(generator=generator)
+            flat[::_NUM_FROM_ZERO], flat[1::_NUM_FROM_ZERO] = 0.0, -0.0
         elif tensor.dtype is torch.bool:
             flat.random_(generator=generator)
 
