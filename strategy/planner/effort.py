@@ -47,4 +47,7 @@ BISECTIONS = 8
 BISECTION_SHARE = 0.3
 """Most of the limit for one of them."""
 NEAR_BOUND = 2e-3
-"""Gap to the lower bound at which the smallest plan is small enough."""
+"""Gap to the lower bound at which the smallest plan is small enough, and at which no other mix is proposed."""
+
+MOST_OPS_OF_PROPOSALS = 60_000
+"""Operations of a graph, once for each mix that was proposed, after which a good mix is enough."""

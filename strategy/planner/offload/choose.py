@@ -9,6 +9,7 @@ So it proposes; the search for a plan with these values on the host, and the sim
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,11 @@ from thunder_memsave.planner.work import Work
 
 _MOMENTS = 24
 """Moments of forward, and of backward, that have a row."""
+_HALVINGS = 12
+"""Times that have a row beside these, each half of the one before."""
+WHOLE, HALF = 0.99, 0.5
+"""Parts of a value on the host from which it is proposed: with a half, more is copied than there is time for, and with
+the whole, what is left over is recomputed."""
 _PER_OFFLOADED_BYTE = 1e-4
 """Cost of a unit of bytes on the host: next to nothing, so that of two equally fast mixes the one with fewer wins."""
 
@@ -86,7 +92,12 @@ class Choice:
         return frozenset(found)
 
     def within(
-        self, budget_bytes: float, work: Work, *, counts_forward: bool = True
+        self,
+        budget_bytes: float,
+        work: Work,
+        *,
+        least_part: float = WHOLE,
+        counts_forward: bool = True,
     ) -> frozenset[int] | None:
         """Return the values of the fastest mix that holds at most these bytes between forward and backward.
 
@@ -95,9 +106,10 @@ class Choice:
         Args:
             budget_bytes: What is held.
             work: Takes the work.
+            least_part: Of a value, from which it is one of them.
             counts_forward: Whether the operation of forward that needs the most has to fit too.
         """
-        return _Mix(self, budget_bytes, counts_forward=counts_forward).solve(work)
+        return _Mix(self, budget_bytes, counts_forward=counts_forward).solve(work, least_part)
 
     def bound_us(self, budget_bytes: float, work: Work) -> float:
         """Return a lower bound on the time that any mix adds, by recomputing and by waiting; 0 if it was not found.
@@ -133,11 +145,11 @@ class _Mix:
         again = [(v, -model.costs_us[o] / model.unit_us) for o, v in self._again.items()]
         self._limit_engine(self._ins(), [(in_backward, -1.0), *(again if is_bound else ())])
 
-    def solve(self, work: Work) -> frozenset[int] | None:
+    def solve(self, work: Work, least_part: float) -> frozenset[int] | None:
         values = self._program.relaxed(work).values
         if values is None:
             return None
-        return frozenset(s for s, variable in self._away.items() if values[variable] > 0.5)
+        return frozenset(s for s, variable in self._away.items() if values[variable] > least_part)
 
     def bound_us(self, work: Work) -> float:
         solution = self._program.relaxed(work)
@@ -230,9 +242,15 @@ class _Mix:
         return self._needs.graph.storages[storage].nbytes
 
 
-def _lengths(rows: Sequence[object]) -> range:
-    """Return the lengths of the beginnings that have a row, the whole first."""
-    return range(len(rows), 0, -max(1, -(-len(rows) // _MOMENTS)))
+def _lengths(left_us: Sequence[tuple[int, float]]) -> list[int]:
+    """Return the lengths of the beginnings that have a row, the whole first: of as many copies, and of shorter times.
+
+    Copies with little time have no earlier ones that could have been begun before: there the times are close together.
+    """
+    even = range(len(left_us), 0, -max(1, -(-len(left_us) // _MOMENTS)))
+    all_us = [us for _, us in left_us]
+    halves = (bisect_right(all_us, all_us[-1] / 2**n) for n in range(_HALVINGS)) if all_us else ()
+    return sorted({*even, *halves} - {0}, reverse=True)
 
 
 def targets(budget_bytes: float, always_bytes: float) -> Iterator[float]:

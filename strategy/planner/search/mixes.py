@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -17,7 +18,7 @@ from thunder_memsave.planner import effort
 from thunder_memsave.planner.actions import NO_ACTIONS, OFFLOAD, Actions
 from thunder_memsave.planner.graph import Plan, StepMemory, TrainingGraph
 from thunder_memsave.planner.linear.bounds import least_bytes, least_us
-from thunder_memsave.planner.offload.choose import Choice, targets
+from thunder_memsave.planner.offload.choose import HALF, WHOLE, Choice, targets
 from thunder_memsave.planner.offload.copies import LEAST_BYTES, is_copy, with_copies
 from thunder_memsave.planner.offload.engines import CopyRates, StepTime, step_time
 from thunder_memsave.planner.offload.place import place, placed
@@ -195,23 +196,45 @@ class _Mixes:
         if len(choice.candidates) <= FEW_CANDIDATES:
             yield from map(frozenset, choice.subsets_that_fit())
             return
-        first, *others = targets(float(self.budget_bytes), choice.always_bytes)
-        for target, counts_forward in ((first, True), (first, False), *((t, True) for t in others)):
-            part = work.part(self.time_limit_s)
-            away = choice.within(target, part, counts_forward=counts_forward)
+        for target, part, counts_forward in self._ways():
+            if self.plans and not counts_forward:
+                continue  # the operation of forward that needs the most fits, and is no more in the way
+            if self.plans and self._is_enough(part, next_number=len(seen)):
+                return
+            away = choice.within(
+                target,
+                work.part(self.time_limit_s),
+                least_part=part,
+                counts_forward=counts_forward,
+            )
             if away is not None and away not in seen:
                 seen.add(away)
                 yield away
-            if self.fits_with_copies_hidden:
-                return
         if not self._all and (rest := choice.all_that_fit()) not in seen:
             yield rest
 
-    @property
-    def fits_with_copies_hidden(self) -> bool:
-        """Whether a plan adds next to no time."""
-        step_us = sum(self.costs_us)
-        return any(plan.added_us <= effort.GOOD_GAP * step_us for plan in self.plans)
+    def _ways(self) -> Iterator[tuple[float, float, bool]]:
+        """Yield ways to propose: what is held, the part of a value that makes it one, and whether forward counts."""
+        first, *others = targets(float(self.budget_bytes), self._choice.always_bytes)
+        yield first, WHOLE, True
+        yield first, HALF, False
+        yield from ((target, WHOLE, True) for target in others)
+        yield from ((target, HALF, True) for target in (first, *others))
+
+    def _is_enough(self, part: float, *, next_number: int) -> bool:
+        """Return whether the fastest plan is so near the bound that the proposal with this number is not worth it."""
+        would_be_long = next_number * len(self.graph.ops) > effort.MOST_OPS_OF_PROPOSALS
+        if would_be_long and part == HALF:
+            return True
+        gap_us = min(plan.added_us for plan in self.plans) - self._bound_us
+        gap = effort.GOOD_GAP if would_be_long or part == HALF else effort.NEAR_BOUND
+        return gap_us <= gap * sum(self.costs_us)
+
+    @cached_property
+    def _bound_us(self) -> float:
+        """A lower bound on the time that any mix adds."""
+        work = self._problem.evaluate.work.part(self.time_limit_s)
+        return self._choice.bound_us(self.budget_bytes, work)
 
     def add(self, away: frozenset[int]) -> None:
         """Plan the rest with these storages on the host."""
@@ -234,9 +257,7 @@ class _Mixes:
         if not self._all:
             raise self._no_plan()
         found = min(self._all, key=lambda plan: (plan.added_us, plan.offloaded_bytes))
-        work = self._problem.evaluate.work.part(self.time_limit_s)
-        bound_us = self._choice.bound_us(self.budget_bytes, work)
-        return replace(found, lower_bound_us=min(bound_us, found.added_us))
+        return replace(found, lower_bound_us=min(self._bound_us, found.added_us))
 
     def solved(self, budget_bytes: int | None, **others: Any) -> Plan:
         return solve(

@@ -223,3 +223,14 @@ def test_what_is_known_not_to_fit_without_copies_is_not_searched_again(
     with pytest.raises(BudgetError):  # with nothing to copy there is no other error to raise
         solve_mix(graph, budget_bytes=1, terms=replace(last_resort, host_bytes=0), **asked)
     assert not searched[-1]
+
+
+def test_a_large_value_that_backward_reads_soon_is_not_offloaded() -> None:
+    """Its copies out and back take 20 us each, and there are 12 between its maker and its reader."""
+    graph, name = training_chain(600), "a592"
+    sizes = (replace(s, nbytes=1000) if s.name == name else s for s in graph.storages)
+    graph = replace(graph, storages=tuple(sizes))
+    plan = mixed(graph, int(0.4 * keep_all_bytes(graph)))
+    assert len(plan.actions.offloaded) > 300
+    assert name not in plan.actions.offloaded
+    assert plan.added_us == 0
