@@ -17,8 +17,8 @@ from thunder_memsave.planner.graph import Decision, Plan, StepMemory, TrainingGr
 from thunder_memsave.planner.search.mixes import OffloadTerms
 
 _BOUND = "bytes"
-_FORMAT = 6
-"""Version of the file format, part of the key: files of another version are never read."""
+_FORMAT = 7
+"""Version of the files and of the search, part of the key: plans of another version are never read."""
 
 
 def plan_key(

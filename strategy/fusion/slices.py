@@ -245,7 +245,8 @@ def _parts(node: fx.Node, dim: int) -> Sequence[_Part] | None:
 def _moved(node: fx.Node, dim: int) -> Sequence[_Part] | None:
     if node.target is _aten.cat.default:
         operands, of = _arguments(node, 0)
-        return _joined(operands, dim) if _at(node, of) == dim else None
+        is_cast = any(_val(operand).dtype != _val(node).dtype for operand in operands)
+        return None if is_cast or _at(node, of) != dim else _joined(operands, dim)
     is_slice = node.target is _aten.slice.Tensor
     if is_slice:
         operand, of, start, end, step = _arguments(node, 0, None, None, 1)

@@ -167,6 +167,12 @@ def many(x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
     return [ATEN.neg.default(ATEN.cat.default([cos, sin, cos, sin, cos], 0)), ATEN.neg.default(x)]
 
 
+def of_two_types(x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """An operand of float16, whose numbers are float32 once they are joined: their double may be no float16."""
+    joined = ATEN.cat.default([ATEN._to_copy.default(cos, dtype=torch.float16), sin], 1)
+    return [ATEN.mul.Tensor(joined, 2.0), ATEN.neg.default(x)]
+
+
 def interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
     """Gradients of every second number."""
     padded = ATEN.slice_backward.default(cos, [LENGTH, 2 * WIDTH], 1, 0, 2**63 - 1, 2)
@@ -186,6 +192,7 @@ def joined_alone(x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         number_added_to_zeros,
         doubled_zeros,
         many,
+        of_two_types,
         interleaved,
         joined_alone,
     ],
@@ -230,6 +237,26 @@ class Rotated(nn.Module):
         turned = y * 0.5 + torch.cat([-second, first], -1) * 0.25
         loss: Tensor = self.outer(turned).square().mean()
         return loss
+
+
+class OfIntegers(nn.Module):
+    """Integers that are joined with numbers: their square is no integer of 32 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, numbers: Tensor) -> Tensor:
+        joined = torch.cat([numbers, self.inner(x)], -1)
+        loss: Tensor = self.outer(joined * joined * 1e-9).square().mean()
+        return loss
+
+
+def test_integers_that_are_joined_with_numbers_are_numbers() -> None:
+    inputs = {"x": numbers(4, 8, WIDTH), "numbers": torch.arange(4 * 8 * WIDTH).view(4, 8, WIDTH)}
+    inputs["numbers"] = (100_000 * inputs["numbers"]).int()
+    fused, unfused = (step(OfIntegers, inputs, fusion=fusion) for fusion in (True, False))
+    assert all(map(torch.equal, fused.bits, unfused.bits))
 
 
 @pytest.mark.parametrize("fails", ["compilation", "bits"])
