@@ -36,7 +36,7 @@ _ALSO_POINTWISE = frozenset(
 )
 _MOST_SLICES = 4
 _MOST_NODES = 120
-"""Functions that call each other follow them."""
+"""Of a graph: functions that call themselves follow them, and Python limits how deep."""
 
 
 class _UnsuitedError(ThunderMemsaveError, ValueError):
@@ -192,7 +192,7 @@ class _Values:
 
 
 def _with_zeros(node: fx.Node, operands: Sequence[Tensor], dim: int, size: int) -> Tensor | None:
-    """Return the slice of a sum of zeros and those operands: -0.0 and zero are 0.0.
+    """Return the slice of a sum of zeros and those operands, as a sum: of zero and -0.0 it is 0.0. None: zeros.
 
     Args:
         node: The sum.

@@ -28,10 +28,10 @@ from thunder_memsave.planner.work import Work
 _MOMENTS = 24
 """Moments of forward, and of backward, that have a row."""
 _HALVINGS = 12
-"""Times that have a row beside these, each half of the one before."""
+"""Times that have a row beside these moments, each half of the one before."""
 WHOLE, HALF = 0.99, 0.5
-"""Parts of a value on the host from which it is proposed: with a half, more is copied than there is time for, and with
-the whole, what is left over is recomputed."""
+"""The part of a value that the program copies from which all of it is proposed. From a half on, copies may take longer
+than there is time; with the whole alone, the search recomputes what is left over."""
 _PER_OFFLOADED_BYTE = 1e-4
 """Cost of a unit of bytes on the host: next to nothing, so that of two equally fast mixes the one with fewer wins."""
 
@@ -243,9 +243,10 @@ class _Mix:
 
 
 def _lengths(left_us: Sequence[tuple[int, float]]) -> list[int]:
-    """Return the lengths of the beginnings that have a row, the whole first: of as many copies, and of shorter times.
+    """Return the lengths of the beginnings that have a row, the whole first.
 
-    Copies with little time have no earlier ones that could have been begun before: there the times are close together.
+    They are evenly spaced, and beside these there are the copies that have half of the most time, a quarter, and so on:
+    a copy that has little time cannot begin sooner, so a row for many copies would let it pass.
     """
     even = range(len(left_us), 0, -max(1, -(-len(left_us) // _MOMENTS)))
     all_us = [us for _, us in left_us]
