@@ -202,7 +202,11 @@ def _with_zeros(node: fx.Node, operands: Sequence[Tensor], dim: int, size: int) 
     """
     if not operands:
         return None
-    added: Tensor = _aten.add.Tensor(*operands, 0.0)
+    (given,) = operands
+    if not given.is_floating_point():
+        raise _UnsuitedError
+    # A sum with a number that is zero would be left out by inductor of PyTorch 2.15.
+    added = inductor.multiply_add(given, torch.ones_like(given), torch.zeros_like(given))
     shape = list(_val(node).shape)
     shape[dim] = size
     if list(added.shape) != shape or added.dtype != _val(node).dtype:

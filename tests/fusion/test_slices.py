@@ -106,17 +106,22 @@ def joins(graph: fx.GraphModule) -> list[fx.Node]:
 PROGRAMS = [turned, turned_in_part, gradient_of_turned, two_results]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_slices_have_the_same_bits_and_layout_compiled_too(program: Program) -> None:
-    expected = program(X, COS, SIN)
-    graph, inputs = traced(program, X, COS, SIN)
+def test_slices_have_the_same_bits_and_layout_compiled_too(
+    program: Program, dtype: torch.dtype
+) -> None:
+    given = X.to(dtype), COS.to(dtype), SIN.to(dtype)
+    expected = program(*given)
+    graph, inputs = traced(program, *given)
     (sliced,) = in_slices(graph, inputs)
     assert joins(graph)
     assert not joins(sliced)
-    ways = [sliced(X, COS, SIN)]
-    if inductor.why_unavailable("cpu") is None:
+    ways = [sliced(*given)]
+    may_compile = dtype is torch.float32 or inductor.keeps_rounding("cpu")
+    if may_compile and inductor.why_unavailable("cpu") is None:
         with torch.no_grad():
-            ways.append(inductor.compile_graph(sliced, inputs)(X, COS, SIN))
+            ways.append(inductor.compile_graph(sliced, inputs)(*given))
     for found in ways:
         for ours, theirs in zip(found, expected, strict=True):
             assert num_different(ours, theirs) == 0
@@ -128,14 +133,10 @@ def test_zeros_are_added_to_numbers_whose_sign_they_change() -> None:
     cos = torch.full_like(COS, -0.0)
     (gradient,) = gradient_of_turned(X, cos, SIN)
     (sliced,) = in_slices(*traced(gradient_of_turned, X, COS, SIN))
-    added = [
-        n
-        for n in sliced.graph.nodes
-        if n.target is ATEN.add.Tensor and not isinstance(n.args[1], fx.Node)
-    ]
-    assert [n.args[1] for n in added] == [0.0, 0.0]
+    added = [n for n in sliced.graph.nodes if "fma" in str(n.target)]
+    assert len(added) == 2
     for node in added:
-        node.replace_all_uses_with(node.args[0])
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
     sliced.recompile()
     assert num_different(sliced(X, cos, SIN)[0], gradient) > 0
 
