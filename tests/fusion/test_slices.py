@@ -136,7 +136,7 @@ def test_zeros_are_added_to_numbers_whose_sign_they_change() -> None:
     added = [n for n in sliced.graph.nodes if "fma" in str(n.target)]
     assert len(added) == 2
     for node in added:
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        node.replace_all_uses_with(node.args[0])
     sliced.recompile()
     assert num_different(sliced(X, cos, SIN)[0], gradient) > 0
 
