@@ -36,7 +36,7 @@ _ALSO_POINTWISE = frozenset(
 )
 _MOST_SLICES = 4
 _MOST_NODES = 120
-"""Of a graph: functions that call themselves follow them, and Python limits how deep."""
+"""The most nodes of a graph: functions that call themselves follow them, and Python limits how deep."""
 
 
 class _UnsuitedError(ThunderMemsaveError, ValueError):
