@@ -122,12 +122,13 @@ class MemoryConfig(Section):
     recompute: tuple[str, ...] = ()
     """Names of modules, or patterns, as for `keep`: their activations are recomputed in backward."""
 
-    offload: Literal["auto", "none", "activations", "optimizer", "all"] = "auto"
+    offload: Literal["auto", "none", "activations", "optimizer", "all", "fastest"] = "auto"
     """`activations` lets the plan copy activations to the host in forward, and back in backward, where
     that takes less time than recomputing them, or nothing else fits. `optimizer` keeps the states of optimizers
-    on the host; `optimizer.step()` copies them in and out piece by piece. `all` is both. Copies run beside what
-    computes. `auto` does so only where no plan fits otherwise, and never on the CPU. One small run on a GPU has tried
-    it."""
+    on the host; `optimizer.step()` copies them in and out piece by piece. `all` is both. `fastest` lets the plan copy
+    activations, and a part of the states where backward updates weights, wherever a step then takes less time.
+    Copies run beside what computes. `auto` does so only where no plan fits otherwise, and never on the CPU. One small
+    run on a GPU has tried it."""
 
     compress: Literal["none", "fp8"] = "none"
     """`fp8` lets the plan store what activation functions read in 8 bits from forward to backward, with a scale for 128
@@ -149,12 +150,12 @@ class MemoryConfig(Section):
     @property
     def may_offload(self) -> bool:
         """Whether it is left to the plan what goes to the host."""
-        return self.offload == "auto" and self.policy == "plan"
+        return self.offload in ("auto", "fastest") and self.policy == "plan"
 
     @property
     def offloads_activations(self) -> bool:
         """Whether plans may copy activations to the host."""
-        return self.offload in ("activations", "all")
+        return self.offload in ("activations", "all", "fastest")
 
     @property
     def offloads_optimizer(self) -> bool:

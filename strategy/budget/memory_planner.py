@@ -257,7 +257,8 @@ class MemoryPlanner:
         if (agreed := self._agreed.get(structure)) is None:
             run = self._agreed[structure] = self._fitting(attempt)
             return run.call
-        call = (attempt.in_way(agreed.call.way) or attempt).run(agreed.call.plan, agreed.room)
+        way = attempt.in_way(agreed.call.way) or attempt
+        call = way.run(agreed.call.plan, agreed.room, joins=agreed.call.joins)
         needed_bytes = self._limited_bytes(call)
         if self._budget_bytes is not None and needed_bytes > self._budget_bytes:
             if self._data_parallel is None:
@@ -483,8 +484,31 @@ class MemoryPlanner:
     def _run(
         self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None
     ) -> Run:
+        """Carry a plan out, with values recomputed in kernels of backward unless they hold too much. A collective."""
+        if plan is None or self._policy != "plan" or not attempt.joins(plan):
+            return self._carried_out(attempt, plan, room, budget_bytes)
+        joined = self._carried_out(attempt, plan, room, budget_bytes, joins=True)
+        if joined.more_bytes <= 0:
+            return joined
+        run = self._carried_out(attempt, plan, room, budget_bytes)
+        if run.more_bytes >= joined.more_bytes:
+            return joined
+        assert run.call.plan is not None
+        recompute_us = plan.recompute_us + attempt.alone_us(plan)
+        alone = replace(run.call.plan, recompute_us=recompute_us)
+        return replace(run, call=replace(run.call, plan=alone))
+
+    def _carried_out(
+        self,
+        attempt: Attempt,
+        plan: Plan | None,
+        room: Room | None,
+        budget_bytes: int | None,
+        *,
+        joins: bool = False,
+    ) -> Run:
         def make() -> tuple[PlannedCall, int]:
-            call = attempt.run(plan, room)
+            call = attempt.run(plan, room, joins=joins)
             return call, self._limited_bytes(call)
 
         call, limited_bytes = together(make, self._data_parallel, error_elsewhere=OtherRankError)

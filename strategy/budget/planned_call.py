@@ -32,7 +32,7 @@ from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.passes.tiles.loss_tiles import divide_loss_tiles
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
-from thunder_memsave.planner.cost import program_costs_us
+from thunder_memsave.planner.cost import alone_us, program_costs_us
 from thunder_memsave.planner.graph import (
     Device,
     Op,
@@ -82,6 +82,8 @@ class PlannedCall:
     """Of forward and backward with its copies; None: it has none."""
     replayed: Found = field(default_factory=dict, init=False, compare=False, repr=False)
     """What was found of the bytes that the allocator reserves."""
+    joins: bool = False
+    """Whether what can join kernels of backward does."""
     number: int = field(default_factory=partial(next, _numbers), compare=False)
     """Rises from each call planned in this process to the next."""
 
@@ -301,18 +303,22 @@ class Attempt:
         """The most that the states of one weight take that are copied for its update in backward."""
         return max((update.states_bytes for update in self.updated.values()), default=0)
 
-    def run(self, plan: Plan | None, room: Room | None = None) -> PlannedCall:
+    def run(
+        self, plan: Plan | None, room: Room | None = None, *, joins: bool = False
+    ) -> PlannedCall:
         """Carry a plan out, and simulate what runs.
 
         Args:
             plan: None for a call without backward.
             room: For collectives that run beside computation; None: they are limited by their window alone.
+            joins: Whether what can join kernels of backward does.
         """
         actions = None if plan is None else self._of_values(plan)
         copies = None if plan is None else self._copies(plan)
         planned = replace(
             self.traces,
             actions=actions,
+            joins=self.joins(plan) if plan is not None and joins else {},
             room=room,
             added=self.added,
             updated=self.updated,
@@ -340,7 +346,23 @@ class Attempt:
             way=self.way,
             copies=copies,
             time=time,
+            joins=joins,
         )
+
+    def joins(self, plan: Plan) -> Mapping[str, str]:
+        """Return the values that a plan recomputes and kernels of backward can, each with a result of its kernel."""
+        return {op.results[0]: op.joins for op in self._joining(plan)}
+
+    def alone_us(self, plan: Plan) -> float:
+        """Return how much longer a plan recomputes if these have kernels of their own."""
+        assert self.device is not None
+        return sum(alone_us(op, self.device) for op in self._joining(plan))
+
+    def _joining(self, plan: Plan) -> Iterator[Op]:
+        storages, kept = self.graph.storages, plan.actions.kept
+        for op in self.graph.ops:
+            if op.joins and storages[op.makes[0]].name not in kept:
+                yield op
 
     def _program(self, forward: TraceCtx, backward: TraceCtx | None) -> Program:
         """Make the program of the traces that run, after values are deleted after their last use."""

@@ -20,6 +20,7 @@ from thunder_memsave.passes.drop_unread import drop_unread, instead_of_thunders
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.overlap.early_reductions import reduce_early
 from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.passes.recompute_in_kernels import recompute_in_kernels
 from thunder_memsave.passes.regather import dequantize_at_use, regather, regather_forward
 from thunder_memsave.passes.stored.compress import as_planned
 from thunder_memsave.passes.symbols import is_joint
@@ -114,6 +115,11 @@ def compute_again(state: State) -> State:
     if state.actions is None:
         return state
     return replace(state, joint=recompute(state.joint, actions=state.actions))
+
+
+def compute_in_kernels(state: State) -> State:
+    """Recompute as results of other kernels what the plan counts on there."""
+    return replace(state, joint=recompute_in_kernels(state.joint, joins=state.joins))
 
 
 def compress(state: State) -> State:

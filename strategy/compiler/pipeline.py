@@ -69,6 +69,11 @@ STEPS: tuple[Step[State], ...] = (
     # The plan is carried out, here and by all that is `_acted` or `_tried`.
     _step("plan", "decide what backward keeps, within the budget", joint_steps.plan),
     _acted("recompute", "recompute in backward what the plan says", joint_steps.compute_again),
+    _acted(
+        "recompute_in_kernels",
+        "recompute what products read beside what kernels make of the same",
+        joint_steps.compute_in_kernels,
+    ),
     _acted("compress", "store in fp8 what the plan says", joint_steps.compress),
     # Two traces from here on.
     _acted("split", "make a forward and a backward", split.split),

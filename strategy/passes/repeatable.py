@@ -51,13 +51,18 @@ def why_not_repeatable(symbols: Sequence[BoundSymbol]) -> Mapping[int, str]:
 def _why_not(bsym: BoundSymbol) -> str | None:
     if (written := written_in_place(bsym)) is not None:
         return f"writes to {written!r}"
-    if not is_all_gather(bsym) and any(kind in bsym.sym.name for kind in _COMMUNICATES):
+    if not is_all_gather(bsym) and communicates(bsym):
         return "communicates"
     if draws_random_numbers(bsym) and not is_replayable(bsym):
         return "draws random numbers from a generator that cannot be set back"
     if OpTags.DONT_DCE in (bsym.sym.tags or ()):
         return "has a side effect"
     return None
+
+
+def communicates(bsym: BoundSymbol) -> bool:
+    """Return whether a symbol is a collective."""
+    return is_all_gather(bsym) or any(kind in bsym.sym.name for kind in _COMMUNICATES)
 
 
 def _read_what_is_overwritten(symbols: Sequence[BoundSymbol]) -> Mapping[int, str]:

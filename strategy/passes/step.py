@@ -57,6 +57,8 @@ class Traces:
     """Makes `joint` with its wide values in tiles, for a plan that would not fit otherwise; None: it has none."""
     actions: Actions | None = None
     """The plan's, for the values of `joint`; None: backward reads what it reads."""
+    joins: Mapping[str, str] = field(default_factory=dict)
+    """Values that kernels of backward recompute beside their own results, each with one of these."""
     room: Room | None = None
     """Room of the plan for collectives in flight; None: only their window limits them."""
     added: frozenset[str] = frozenset()
@@ -150,5 +152,5 @@ def _acts_as(traces: Traces, other: Traces) -> bool:
     return is_same_plan and len(mine) == len(others) and all(map(operator.is_, mine, others))
 
 
-def _plan_of(traces: Traces) -> tuple[Actions | None, frozenset[str], Mapping[str, Update]]:
-    return traces.actions, traces.added, traces.updated
+def _plan_of(traces: Traces) -> tuple[object, ...]:
+    return traces.actions, traces.joins, traces.added, traces.updated

@@ -26,7 +26,7 @@ def costs_us(
 
     Returns:
         Microseconds by the operation's index. Views take 0 whatever was measured: nothing runs on the device. So does
-        what rides in a kernel that runs anyway.
+        what rides in a kernel that runs anyway; what joins one takes as long as what it moves there.
     """
     costs = [_cost_us(op, device, measured_us) for op in graph.ops]
     if any(op.symbol == DECOMPRESS for op in graph.ops):
@@ -118,8 +118,18 @@ def _cost_us(op: Op, device: Device, measured_us: Mapping[str, float]) -> float:
     if op.symbol == FETCH:  # it runs beside what computes; the timeline has what waits for it
         return 0.0
     if op.repeat != "free" and op.key in measured_us:
-        return measured_us[op.key]
-    return roofline_us(op, device)
+        return measured_us[op.key] * _moved_part(op)
+    return kernel_us(op, device) * _moved_part(op) if op.joins else roofline_us(op, device)
+
+
+def alone_us(op: Op, device: Device) -> float:
+    """Return how much longer an operation takes that joins no kernel, at the device's rates, in microseconds."""
+    return roofline_us(op, device) - _cost_us(op, device, _NOTHING_MEASURED)
+
+
+def _moved_part(op: Op) -> float:
+    """Return the part of what an operation moves that it moves where it is recomputed."""
+    return op.joined_bytes / op.moved_bytes if op.joins else 1.0
 
 
 def flops_per_s(op: Op, device: Device) -> float:

@@ -99,6 +99,11 @@ class Op:
     """Key of the measured costs: equal for operations with equal symbol, shapes, strides, dtypes and numbers."""
     rides: bool = field(default=False, repr=False)
     """Whether its recomputation takes no time, as it is part of a kernel of backward that runs anyway (`riding.py`)."""
+    joins: str = field(default="", repr=False)
+    """A result of the kernel of backward of which its recomputation is a part, once a product that reads it has moved
+    behind that kernel; empty: it has one of its own."""
+    joined_bytes: int = field(default=0, repr=False)
+    """Bytes that its recomputation moves there."""
     alone: Op | None = None
     """What forward runs instead, for less, where this is recomputed; None: itself. So recomputing it costs as much more
     as this one takes."""

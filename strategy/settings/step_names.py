@@ -29,6 +29,7 @@ WHY_NEEDED: Mapping[str, str] = MappingProxyType(
         "regather": "",
         "plan": "without it, nothing keeps the step within `memory.budget`; `memory.policy` has other plans",
         "recompute": _PLAN,
+        "recompute_in_kernels": "",
         "compress": "the plan counts on it; `memory.compress: none` stores nothing in fp8",
         "split": _BACKWARD,
         "check_gradients": "without it, a gradient may be missing without a word",

@@ -43,6 +43,7 @@ OPTIONAL = (
     "add_embedding_gradients",
     "tile_rows",
     "regather",
+    "recompute_in_kernels",
     "schedule",
     "add_gradients",
     "update_in_place",

@@ -3,6 +3,9 @@
 Activations without updates in backward (`memory.optimizer_in_backward`), then with them. States with them first: what
 backward frees stays where it is, and it hides copies. Of states as few as are lacking, and more where that is faster;
 then all beside activations; at last frozen weights.
+
+With `memory.offload: fastest` a part of the states is tried where a plan fits without, too: backward, which updates their
+weights then, hides copies that make room for activations.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from thunder_memsave.budget.planned_call import Attempt
 from thunder_memsave.budget.way_search import Tried
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.optim.on_host import Kind
-from thunder_memsave.planner.cost import costs_us
-from thunder_memsave.planner.graph import Device
+from thunder_memsave.planner.cost import costs_us, roofline_us
+from thunder_memsave.planner.graph import UPDATE, Device
 from thunder_memsave.planner.offload.engines import CopyRates
 
 _MUCH = 0.05
@@ -32,6 +35,8 @@ _MORE = 0.04
 """Part of the budget that the next part of the states frees more than the one before, to see whether it is faster."""
 _WORTH = 0.01
 """Part of a step that a larger part of the states must save to be taken instead."""
+_WORTH_A_CHOICE = 0.002
+"""The same where a plan fits without."""
 
 
 def best_of(
@@ -61,7 +66,8 @@ def best_of(
     """
     tries = _Tries(best, about_bytes, updates, budget_bytes, device, data_parallel)
     if (found := tries.fitting(first)) is not None:
-        return found
+        is_choice = resort is not None and resort.is_choice and budget_bytes is not None
+        return tries.faster(first, found, resort) if resort is not None and is_choice else found
     if resort is not None and (found := tries.on_host(first, resort)) is not None:
         return found
     is_streamed = resort is not None and resort.streams and data_parallel is None
@@ -123,6 +129,59 @@ class _Tries:
         if found is not None and both is not None:
             resort.take(both)
         return found
+
+    def faster(self, first: Attempt, found: Tried, resort: LastResort) -> Tried:
+        """Return a plan with a part of the states on the host, if a step is faster, or the one that was found.
+
+        Backward must update their weights, so that it hides their copies.
+        """
+        updates = None if first.memory.updates else self.updates
+        if not first.memory.updates and (updates is None or found.attempt.memory.updates):
+            return found  # none may be made in backward, or all have to be
+        worth_us = _WORTH_A_CHOICE * self._computed_us(first)
+        taken: Attempt | None = None
+        for attempt in self._larger_parts(first, resort, updates):
+            added_us = self._added_us(found)
+            if added_us < worth_us or self._least_us(attempt) >= added_us:
+                break
+            tried, _ = self._tried(attempt)
+            if tried is None or self._step_us(tried) > self._step_us(found) - worth_us:
+                break
+            found, taken = tried, attempt
+        if taken is not None:
+            resort.take(taken, is_needed=False)
+            if updates is not None:
+                updates.take("copies of its states run beside what it computes")
+        return found
+
+    def _larger_parts(
+        self, first: Attempt, resort: LastResort, updates: OfferedUpdates | None
+    ) -> Iterator[Attempt]:
+        """Yield a call with more and more states on the host; with `updates`, backward makes those."""
+        sizes = resort.sizes(first.memory)
+        if largest(int(not sizes), self.data_parallel):
+            return
+        freed_bytes = 0
+        for _ in range(_MOST_PARTS):
+            least_bytes = freed_bytes + int(_MORE * (self.budget_bytes or 0))
+            kinds = resort.fewest(sizes, least_bytes, first.memory, self.data_parallel)
+            if bytes_of(sizes, kinds) <= freed_bytes:
+                return
+            freed_bytes = bytes_of(sizes, kinds)
+            attempt = resort.with_states(first, kinds)
+            if attempt is not None and updates is not None:
+                attempt = updates.attempt(attempt)
+            if (attempt := self._agreed(attempt)) is None:
+                return
+            yield attempt
+
+    def _step_us(self, tried: Tried) -> int:
+        """Return the time of forward and backward but for updates, the most of all ranks."""
+        call = tried.run.call
+        own = (step.op for step in call.program.steps if step.op.symbol != UPDATE)
+        waits_us = 0.0 if call.time is None else call.time.exposed_us
+        computed_us = sum(roofline_us(op, self.device) for op in own)
+        return largest(int(computed_us + waits_us), self.data_parallel)
 
     def _with_part(
         self,

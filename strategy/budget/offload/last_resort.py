@@ -43,6 +43,8 @@ class LastResort:
     """Memory of the host for this process, before anything is there; None: not known."""
     streams: bool = True
     """Whether frozen weights may go there."""
+    is_choice: bool = False
+    """Whether states may go there too where a plan fits without, for a faster step."""
 
     @classmethod
     def of(
@@ -54,7 +56,7 @@ class LastResort:
         free_bytes: int | None,
         streams: bool,
     ) -> LastResort | None:
-        """Return what `memory.offload: auto` allows on a device; None: nothing, as on the CPU, which is the host.
+        """Return what `memory.offload: auto` or `fastest` allows on a device; None: nothing, as on the CPU, the host.
 
         `streams`: whether frozen weights may go there, as those that fp8 keeps copies of may not.
         """
@@ -66,7 +68,12 @@ class LastResort:
             terms = offload_terms(asked, device, free_bytes=free_bytes)
         terms = None if terms is None else replace(terms, is_last_resort=True)
         return cls(
-            settings=asked, terms=terms, states=states, free_bytes=free_bytes, streams=streams
+            settings=asked,
+            terms=terms,
+            states=states,
+            free_bytes=free_bytes,
+            streams=streams,
+            is_choice=settings.offload == "fastest",
         )
 
     def with_activations(self, attempt: Attempt) -> Attempt | None:
@@ -158,21 +165,23 @@ class LastResort:
             return host_budget(self.settings, free_bytes=self.free_bytes)
         return 0
 
-    def take(self, attempt: Attempt) -> None:
-        """Do what an attempt counts on, and say so."""
+    def take(self, attempt: Attempt, *, is_needed: bool = True) -> None:
+        """Do what an attempt counts on, and say so, and whether nothing fits without."""
         if attempt.memory.states_on_host:
-            self._move_states(attempt.memory.states_on_host)
+            self._move_states(attempt.memory.states_on_host, is_needed=is_needed)
         if names := attempt.arguments.on_host:
             _move_weights(
                 [attempt.arguments.tensors[n] for n in names if n in attempt.arguments.tensors]
             )
 
-    def _move_states(self, kinds: Sequence[Kind]) -> None:
+    def _move_states(self, kinds: Sequence[Kind], *, is_needed: bool = True) -> None:
         self.states.move(kinds)
         _log.info(
-            "nothing fits with all of the optimizer's states on the device, so the host keeps those of the weights of "
-            "%s (memory.offload: auto)",
+            "%s with all of the optimizer's states on the device, so the host keeps those of the weights of %s "
+            "(memory.offload: %s)",
+            "nothing fits" if is_needed else "a step takes longer",
             shapes_of(kinds),
+            "fastest" if self.is_choice else "auto",
         )
 
 

@@ -33,12 +33,12 @@ class OfferedUpdates:
         attempt = attempt.with_traces(attempt.traces, attempt.arguments)
         return attempt if attempt.updated else None
 
-    def take(self) -> None:
+    def take(self, why: str = "nothing fits with the gradients of all weights at once") -> None:
         """Let backward make them from now on, and say so."""
         self.turn_on()
         _log.info(
-            "nothing fits with the gradients of all weights at once, so backward updates each weight "
-            "(memory.optimizer_in_backward: auto)"
+            "%s, so backward updates each weight (memory.optimizer_in_backward: auto)",
+            why,
         )
 
 

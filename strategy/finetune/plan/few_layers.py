@@ -202,7 +202,7 @@ class FewLayersPlanner(RunPlanner):
         if budget_bytes is None:
             return Run(attempt.run(plan), None)
         room = NO_ROOM if self._is_near(attempt, plan, budget_bytes) else None
-        call = attempt.run(plan, room)
+        call = attempt.run(plan, room, joins=self._policy == "plan")
         more_bytes = call.profile.peak_bytes - budget_bytes
         return Run(call, room, 0 if more_bytes < _NEAR * budget_bytes else more_bytes)
 

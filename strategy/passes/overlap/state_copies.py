@@ -12,8 +12,8 @@
 
 So while one weight is updated, the states of the next come, and those of the one before leave, as in an
 `optimizer.step()` with states on the host; and all of that runs beside what computes. States of small weights are
-fetched further ahead, up to `AHEAD_BYTES` of them. Where a plan has too little room, fetches are later, and waits
-sooner: at last both are around their update.
+fetched further ahead, up to `AHEAD_BYTES` of them, and as many leave later. Where a plan has too little room, fetches are
+later, and waits sooner: at last both are around their update.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thunder.core import devices
+from thunder.core import devices, prims
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, tracectx
 
@@ -37,7 +37,10 @@ from thunder_memsave.passes.overlap.room import Room, left_at
 from thunder_memsave.passes.symbols import emptied
 
 AHEAD_BYTES = 128 * 2**20
-"""Bytes of states that are fetched before others are used, unless those of a single weight are more."""
+"""Bytes of states that are fetched before others are used, and that leave after, unless one weight's are more."""
+_UNPACKING = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE)
+_BEFORE_ALL = 4
+"""Places before the first update at which the first fetches may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ class _Places:
         self, updates: Sequence[_Update], symbols: Sequence[BoundSymbol], room: Room | None
     ) -> None:
         self._updates = updates
+        unpacked = (n for n, bsym in enumerate(symbols) if bsym.sym.id in _UNPACKING)
+        self._begin = max(unpacked, default=-1) + 1
         self._end = len(symbols) - 1  # of what computes: the last symbol returns
         self._waited = 0
         self._left = None if room is None else left_at(room, symbols)
@@ -110,27 +115,33 @@ class _Places:
         while first > 0 and (first == number or ahead <= AHEAD_BYTES):
             first -= 1
             ahead += self._updates[first].nbytes
-        for other in self._updates[first:number]:
-            if self._takes(update.nbytes, other.at, update.at):
-                return other.at
+        places = [other.at for other in self._updates[first:number]]
+        if first == 0 and ahead <= AHEAD_BYTES:
+            before = (places or [update.at])[0] - self._begin
+            parts = range(_BEFORE_ALL)
+            places[:0] = [self._begin + before * part // _BEFORE_ALL for part in parts]
+        for at in places:
+            if self._takes(update.nbytes, at, update.at):
+                return at
         return update.at
 
     def wait(self, number: int) -> int:
         """Return the index of the symbol before which to wait for the copies back of an update."""
         update = self._updates[number]
-        passed = 0
+        passed, places = 0, list[int]()
         for other in self._updates[number + 1 :]:
+            places.append(other.at + 1)
             passed += other.nbytes
-            if passed >= update.nbytes:
-                at = other.at + 1
+            if passed >= max(update.nbytes, AHEAD_BYTES):
                 break
         else:
-            at = self._end
-        at = max(at, self._waited)  # copies end in the order in which they began
-        if not self._takes(update.nbytes, update.at + 1, at):
-            return update.at + 1
-        self._waited = at
-        return at
+            places.append(self._end)
+        for place in reversed(places):
+            at = max(place, self._waited)  # copies end in the order in which they began
+            if self._takes(update.nbytes, update.at + 1, at):
+                self._waited = at
+                return at
+        return update.at + 1
 
     def _takes(self, nbytes: int, start: int, end: int) -> bool:
         """Tell whether so many bytes are left between two symbols, and take them."""

@@ -2,7 +2,8 @@
 
 The program that comes in holds the least memory, and stands still while a copy runs that nothing hides. Here a value
 stays on the device until its copy out has ended, as far as the target has room, and a copy back begins just in time for
-its reader: as late as that, since it holds its destination from its start, and later if the target has no room.
+its reader: as late as that, since it holds its destination from its start, and later if the target has no room. Weights
+and optimizers' states that come from the host have their places already, and the same engine.
 """
 
 from __future__ import annotations
@@ -13,8 +14,16 @@ from math import inf
 
 import numpy as np
 
-from thunder_memsave.planner.graph import Program, Step
-from thunder_memsave.planner.offload.copies import COPY_IN, COPY_OUT, WAIT_IN, WAIT_OUT, is_copy
+from thunder_memsave.planner.graph import FETCH, Program, Step
+from thunder_memsave.planner.offload.copies import (
+    COPY_IN,
+    COPY_OUT,
+    FETCH_STATES,
+    WAIT_IN,
+    WAIT_OUT,
+    is_copy,
+    is_copy_of_states,
+)
 from thunder_memsave.planner.offload.engines import CopyRates
 
 _MARGIN = 1.5
@@ -49,14 +58,15 @@ def place(
         target_bytes: The peak that no step may exceed for copies' sake; None: no limit.
         rates: Of the copies.
     """
-    around = _Around.of(program, costs_us, step_peak_bytes)
+    around = _Around.of(program, costs_us, step_peak_bytes, rates)
     limit = inf if target_bytes is None else target_bytes
     return Placement(waits=_waits(around, limit, rates), starts=_starts(around, limit, rates))
 
 
 def placed(program: Program, placement: Placement) -> Program:
     """Return the program with its copies where the placement says."""
-    around = _Around.of(program, [0.0] * len(program.steps), [0] * len(program.steps))
+    none = [0] * len(program.steps)
+    around = _Around.of(program, none, none, CopyRates(bytes_per_s=inf, copy_us=0.0))
     at: dict[tuple[int, str], list[Step]] = {}
     for step, position in around.copies:
         op = step.op
@@ -99,20 +109,30 @@ class _Around:
     peak_bytes: list[int] = field(default_factory=list)
     copies: list[tuple[Step, int]] = field(default_factory=list)
     """The steps of copies, each with the number of the computing step that comes after it."""
+    fetches_us: dict[int, float] = field(default_factory=dict)
+    """How long the engine back copies weights or states that a step fetches, by its number."""
 
     @classmethod
     def of(
-        cls, program: Program, costs_us: Sequence[float], step_peak_bytes: Sequence[int]
+        cls,
+        program: Program,
+        costs_us: Sequence[float],
+        step_peak_bytes: Sequence[int],
+        rates: CopyRates,
     ) -> _Around:
         found = cls()
         rows = zip(program.steps, costs_us, step_peak_bytes, strict=True)
         for number, (step, us, nbytes) in enumerate(rows):
-            if is_copy(step.op):
+            op = step.op
+            if is_copy(op):
                 found.copies.append((step, len(found.steps)))
                 continue
+            if op.symbol in (FETCH, FETCH_STATES):
+                copy_us = rates.us if op.symbol == FETCH else rates.states_us
+                found.fetches_us[len(found.steps)] = copy_us(op.copied_bytes)
             found.num_forward += number < program.num_forward
             found.steps.append(step)
-            found.us.append(us)
+            found.us.append(0.0 if op.symbol == FETCH or is_copy_of_states(op) else us)
             found.peak_bytes.append(nbytes)
         return found
 
@@ -166,6 +186,7 @@ def _starts(around: _Around, limit: float, rates: CopyRates) -> dict[str, int]:
     peak_bytes = np.array([*around.peak_bytes, 0], dtype=float)
     now_us = engine_us = 0.0
     arrives_us: dict[int, float] = {}
+    fetched_us: dict[str, float] = {}
     found: dict[str, int] = {}
     next_copy, blocked = 0, -1
     for number in range(around.num_forward, len(around.steps)):
@@ -184,17 +205,40 @@ def _starts(around: _Around, limit: float, rates: CopyRates) -> dict[str, int]:
             arrives_us[copy.wait] = engine_us
             found[copy.name] = number
             next_copy, blocked = next_copy + 1, -1
-        now_us = max(now_us, arrives_us.get(number, 0.0)) + around.us[number]
+        op = around.steps[number].op
+        if number in around.fetches_us:
+            engine_us = max(now_us, engine_us) + around.fetches_us[number]
+            fetched_us[op.results[0]] = engine_us
+        waits_us = (fetched_us.get(name, 0.0) for name in op.arguments)
+        now_us = max(now_us, arrives_us.get(number, 0.0), *waits_us) + around.us[number]
     return found
 
 
 def _wanted_us(around: _Around, copies: Sequence[_Copy], rates: CopyRates) -> list[float]:
     """Return for each copy back the latest time from which it and those after it arrive in time."""
     at_us = np.concatenate([[0.0], np.cumsum(around.us[around.num_forward :])])
+    taken = _taken_us(around, at_us)
     wanted = [0.0] * len(copies)
     next_us = inf
     for number in reversed(range(len(copies))):
         copy = copies[number]
-        end_us = min(float(at_us[copy.wait - around.num_forward]), next_us)
-        next_us = wanted[number] = end_us - _MARGIN * rates.us(copy.nbytes)
+        next_us = min(float(at_us[copy.wait - around.num_forward]), next_us)
+        left_us = _MARGIN * rates.us(copy.nbytes)
+        while taken and next_us - taken[-1][1] < left_us:
+            begin_us, end_us = taken.pop()
+            left_us -= max(0.0, next_us - end_us)
+            next_us = min(next_us, begin_us)
+        next_us = wanted[number] = next_us - left_us
     return wanted
+
+
+def _taken_us(around: _Around, at_us: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the beginnings and ends of what the engine back copies beside activations, in order."""
+    found: list[tuple[float, float]] = []
+    end_us = 0.0
+    for number, us in sorted(around.fetches_us.items()):
+        if number >= around.num_forward:
+            begin_us = max(float(at_us[number - around.num_forward]), end_us)
+            end_us = begin_us + us
+            found.append((begin_us, end_us))
+    return found

@@ -21,9 +21,10 @@ _OFFLOADS: Mapping[str, frozenset[str]] = {
     "activations": frozenset({"activations"}),
     "optimizer": frozenset({"optimizer"}),
     "all": frozenset({"activations", "optimizer"}),
+    "fastest": frozenset({"activations"}),  # and states where that is faster
 }
 """What each value of memory.offload copies."""
-_SEARCHED = [name for name in _OFFLOADS if name != "auto"]
+_SEARCHED = [name for name in _OFFLOADS if name not in ("auto", "fastest")]
 _LARGEST_MICRO_BATCH = 64
 _SHORTEST = 128
 """Tokens of a row below which no shorter one is planned."""
