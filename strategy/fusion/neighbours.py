@@ -4,8 +4,8 @@
     t2 = mm(x, w)     ->     t1 = silu(t0)
     t3 = mul(t1, t2)         t3 = mul(t1, t2)
 
-They move over PyTorch's own operators, and uses of gradients: what communicates, draws or writes keeps its place, and
-so do products of matrices among themselves. What reads a weight stays before its update.
+They move over PyTorch's own operators, uses of gradients, and copies of states: what communicates, draws or writes
+keeps its place, and so do products of matrices among themselves. What reads a weight stays before its update.
 """
 
 from __future__ import annotations

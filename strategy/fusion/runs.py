@@ -20,6 +20,7 @@ from thunder_memsave.fusion.neighbours import beside
 from thunder_memsave.fusion.operators import Kind, is_pure, kind_of, reshapes
 from thunder_memsave.fusion.region import bind, has_failed, known
 from thunder_memsave.measure.used_gradients import uses_gradient
+from thunder_memsave.ops.host_copies.states import copies_states
 from thunder_memsave.ops.updated_parameters import update_of, updates_parameter
 from thunder_memsave.passes.symbols import emptied
 
@@ -89,14 +90,15 @@ def _placed(bsym: BoundSymbol, index: int, values: Values) -> Placed:
     if uses_gradient(bsym):
         peak_bytes = update_of(bsym).peak_bytes if updates_parameter(bsym) else 0
         return Placed(bsym, Kind.OTHER, may_be_passed=True, peak_bytes=peak_bytes)
+    is_copy = copies_states(bsym)
     if is_bookkeeping(bsym) or not bsym.flat_proxy_outs:  # such as one that keeps a gradient
-        return Placed(bsym, Kind.OTHER)
+        return Placed(bsym, Kind.OTHER, may_be_passed=is_copy)
     arguments = [values.by_name.get(a.name) for a in bsym.flat_proxy_args]
     profile = values.known.profile(bsym, arguments)
     values.run(bsym, index, "temporary")
     is_of_tensors = _is_of_tensors(bsym)
     kind = kind_of(bsym, profile, arguments) if is_of_tensors else Kind.OTHER
-    may_be_passed = is_of_tensors and is_pure(bsym, profile)
+    may_be_passed = is_copy or (is_of_tensors and is_pure(bsym, profile))
     return Placed(bsym, kind, may_be_passed, profile.peak_bytes)
 
 

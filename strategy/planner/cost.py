@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from thunder_memsave.planner.graph import DECOMPRESS, FETCH, Device, Op, Program, TrainingGraph
+from thunder_memsave.planner.graph import (
+    DECOMPRESS,
+    FETCH,
+    UPDATE,
+    Device,
+    Op,
+    Program,
+    TrainingGraph,
+)
+from thunder_memsave.planner.offload.copies import is_copy, is_copy_of_states
 
 _NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 
@@ -72,6 +81,16 @@ def _made_for(
 def program_costs_us(program: Program, device: Device) -> tuple[float, ...]:
     """Return the time of each step of a program at the device's rates, in microseconds."""
     return tuple(roofline_us(step.op, device) for step in program.steps)
+
+
+def forward_and_backward_us(program: Program, device: Device) -> float:
+    """Return the time of what a program computes but for updates of weights, at the device's rates, in microseconds."""
+    return sum(
+        roofline_us(step.op, device)
+        for step in program.steps
+        if step.op.symbol not in (UPDATE, FETCH) and not is_copy(step.op)
+        if not is_copy_of_states(step.op)
+    )
 
 
 def roofline_us(op: Op, device: Device) -> float:

@@ -79,9 +79,10 @@ class _Riding:
         """Return the operations that can join a kernel, each with the first operation of that, and the bytes moved."""
         found: dict[int, tuple[int, int]] = {}
         for number in sorted(self._fusing):
-            if number < self._graph.num_forward and number not in riding:
-                if (joined := self._joined(number, riding)) is not None:
-                    found[number] = joined
+            if number >= self._graph.num_forward or number in riding:
+                continue
+            if (joined := self._joined(number, riding)) is not None:
+                found[number] = joined
         return found
 
     def _joined(self, number: int, riding: Mapping[int, int]) -> tuple[int, int] | None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
 import torch
 from torch import Tensor, nn
 
 from harness.fused_steps import WIDTH, Ran, step
+from thunder_memsave.budget.planned_call import Attempt, PlannedCall
+from thunder_memsave.compiler import joint_steps
 from thunder_memsave.fusion.region import PREFIX
 
 
@@ -31,6 +37,24 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.square().mean()
+
+
+class Gated(nn.Module):
+    """A gated layer: what the gradient of `down`'s weight reads can be made of what the gate's gradient reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+class GatedModel(Model):
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__(0)
+        self.layers.extend(Gated() for _ in range(num_layers))
 
 
 X = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -69,3 +93,67 @@ def test_the_plan_says_why_it_is_recomputed() -> None:
     reasons = [d.reason for d in plan.decisions if d.reason.startswith("part of a kernel")]
     assert len(reasons) == 3
     assert plan.recompute_us == 0.0
+
+
+def within(part: float, *, fusion: bool = True) -> Ran:
+    """A plan that lacks a part of what keeping all keeps."""
+    all_kept = step(GatedModel, {"x": X}, fusion=fusion)
+    assert all_kept.call.plan is not None
+    budget_bytes = all_kept.call.profile.peak_bytes - int(part * all_kept.call.plan.saved_bytes)
+    return step(GatedModel, {"x": X}, fusion=fusion, policy="plan", budget_bytes=budget_bytes)
+
+
+def test_what_joins_a_kernel_has_the_same_bits_and_the_bytes_predicted() -> None:
+    found, kept = within(0.2), step(GatedModel, {"x": X}, fusion=True)
+    assert found.call.joins
+    joined = {op.results[0] for op in found.call.graph.ops if op.joins}
+    assert len(joined) == 3
+    assert found.predicted_bytes == found.measured_bytes
+    assert found.predicted_bytes < kept.predicted_bytes
+    assert all(map(torch.equal, found.bits, kept.bits))
+
+
+def test_a_product_that_joins_is_one_more_result_of_a_region_and_costs_its_own_bytes() -> None:
+    with patch.object(joint_steps, "recompute_in_kernels", lambda trace, joins: trace):
+        alone = within(0.2)
+    found = within(0.2)
+    of_product = 4 * X_BYTES
+    assert found.call.plan is not None
+    assert alone.call.plan is not None
+    kept, graph = found.call.plan.actions.kept, found.call.graph
+    assert kept == alone.call.plan.actions.kept
+    names = [graph.storages[op.makes[0]].name for op in graph.ops if op.joins]
+    num_moved = sum(name not in kept for name in names)
+    assert num_moved > 0
+    # Both of its factors are read anyway, at least one where the kernel would hold too much with all in it.
+    saved = alone.moved_bytes - found.moved_bytes
+    assert num_moved * of_product <= saved <= num_moved * 2 * of_product
+    assert all(map(torch.equal, found.bits, alone.bits))
+
+
+def test_where_joining_holds_too_much_nothing_joins_and_the_time_is_of_that() -> None:
+    run = Attempt.run
+
+    def larger(attempt: Attempt, *args: Any, joins: bool = False) -> PlannedCall:
+        call = run(attempt, *args, joins=joins)
+        more = 10**9 if joins else 0
+        profile = replace(call.profile, peak_bytes=call.profile.peak_bytes + more)
+        return replace(call, profile=profile)
+
+    joined = within(0.2)
+    with patch.object(Attempt, "run", larger):
+        found = within(0.2)
+    assert not found.call.joins
+    assert all(map(torch.equal, found.bits, joined.bits))
+    assert found.call.plan is not None
+    assert joined.call.plan is not None
+    assert found.call.plan.recompute_us > joined.call.plan.recompute_us
+
+
+def test_policies_without_prices_let_nothing_join() -> None:
+    for policy in ("keep_all", "recompute_all"):
+        fused, unfused = (
+            step(GatedModel, {"x": X}, fusion=f, policy=policy) for f in (True, False)
+        )
+        assert not fused.call.joins
+        assert fused.order_of("mm") == unfused.order_of("mm")

@@ -137,6 +137,10 @@ def test_the_next_states_come_and_the_last_ones_leave_while_a_weight_is_updated(
         most = max(most, fetched - waited)
     assert (fetched, stored, waited) == (NUM_LAYERS,) * 3
     assert most > 2
+    first = run.symbols.index("fetch_states"), run.symbols.index("update_parameter")
+    assert "mm" in "".join(run.symbols[slice(*first)]), "the first ones come beside a product"
+    last = len(symbols) - 1 - symbols[::-1].index("update_parameter")
+    assert symbols[last:].count("wait_states") > 1, "several leave at once"
 
 
 @pytest.mark.parametrize("ahead", [0, 3 * STATES])

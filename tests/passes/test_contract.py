@@ -26,12 +26,13 @@ from thunder_memsave.passes.merge_equal import merge_equal
 from thunder_memsave.passes.overlap.early_reductions import reduce_early
 from thunder_memsave.passes.quantize_before_gather import gather_in_fp8
 from thunder_memsave.passes.recompute import recompute
+from thunder_memsave.passes.recompute_in_kernels import recompute_in_kernels
 from thunder_memsave.passes.regather import regather, regather_forward
 from thunder_memsave.passes.step import Pass
 from thunder_memsave.passes.tiles.loss_tiles import divide_loss_tiles
 from thunder_memsave.passes.tiles.tile_rows import tile_rows
 from thunder_memsave.passes.weight_gradients_first import weight_gradients_first
-from thunder_memsave.planner.actions import NO_ACTIONS
+from thunder_memsave.planner.actions import NO_ACTIONS, keeping
 
 # Alone, nothing is gathered; tests/passes/test_on_ranks.py checks that on two ranks. The probe writes nothing in place.
 IDLE: tuple[Pass, ...] = (
@@ -100,6 +101,23 @@ def test_smaller_tiles_of_losses_satisfy_the_contract() -> None:
 def test_recompute_satisfies_the_contract() -> None:
     contract.check(partial(recompute, actions=NO_ACTIONS), name="recompute")
     contract.check_identity(partial(recompute, actions=NO_ACTIONS), name="recompute")
+
+
+def recompute_in_a_kernel(trace: TraceCtx) -> TraceCtx:
+    """Let the gradient of a weight wait for the kernel that computes its input again."""
+    (gelu,) = (b for b in trace.bound_symbols if b.sym.name == "aten_gelu")
+    made = {o.name for b in trace.bound_symbols for o in b.flat_proxy_outs}
+    name = gelu.output.name
+    again = recompute(trace, actions=keeping(made - {name}))
+    (first,) = (b.output.name for b in again.bound_symbols if b.sym.name == "aten_gelu_backward")
+    return recompute_in_kernels(again, joins={name: first})
+
+
+def test_recomputing_in_kernels_satisfies_the_contract() -> None:
+    contract.check(recompute_in_a_kernel, name="recompute_in_kernels")
+    idle = partial(recompute_in_kernels, joins={})
+    contract.check(idle, name="recompute_in_kernels", changes_the_probe=False)
+    contract.check_identity(idle, name="recompute_in_kernels")
 
 
 def recompute_one(trace: TraceCtx) -> TraceCtx:

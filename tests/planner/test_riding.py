@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from harness.training_graphs import GraphBuilder
 from thunder_memsave.planner.choices import needs
-from thunder_memsave.planner.cost import costs_us
+from thunder_memsave.planner.cost import alone_us, costs_us
 from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import TrainingGraph
 from thunder_memsave.planner.riding import with_riding
@@ -28,6 +32,14 @@ def gated_unit(gate_bytes: int = 200) -> GraphBuilder:
     return b
 
 
+def late_unit() -> GraphBuilder:
+    """The same, with the gradient of a weight before the gradients that do not wait for it."""
+    b = gated_unit()
+    dwd, h = b.ops.pop(), b.ops.pop()
+    b.ops += [dwd, h]
+    return b
+
+
 def gated_backward(b: GraphBuilder) -> TrainingGraph:
     b.op("h silu", {"h_up": 200})
     b.op("h_up x", {"dwu": 10}, kind="gradient", flops=PRODUCT)
@@ -48,6 +60,59 @@ def riding(graph: TrainingGraph) -> set[str]:
 
 def test_an_activation_rides_beside_its_derivative_and_what_a_product_reads_does_not() -> None:
     assert riding(gated_backward(gated_unit())) == {"silu"}
+
+
+def joining(graph: TrainingGraph) -> dict[str, tuple[str, int]]:
+    joins = {op.results[0]: (op.joins, op.joined_bytes) for op in marked(graph).ops}
+    return {name: found for name, found in joins.items() if found[0]}
+
+
+def test_what_a_product_reads_joins_the_kernel_behind_which_that_can_come() -> None:
+    graph = gated_backward(late_unit())
+    assert riding(graph) == {"silu"}
+    assert joining(graph) == {"product": ("h_up", 200)}
+    found = marked(graph)
+    position = graph.ops.index(next(op for op in graph.ops if "product" in op.results))
+    h100 = replace(device("h100"), launch_us=0.0)
+    before, after = (costs_us(g, h100)[position] for g in (graph, found))
+    assert after == pytest.approx(before / 3), "it reads nothing that is not read anyway"
+    assert alone_us(found.ops[position], h100) == pytest.approx(before - after)
+    measured = {"product": 30.0}
+    ops = [replace(op, key="product") if op.joins else op for op in found.ops]
+    assert costs_us(replace(found, ops=tuple(ops)), h100, measured)[position] == 10.0
+
+
+def test_it_joins_none_over_many_products_or_what_is_no_product() -> None:
+    def graph(num_products: int, flops: int = PRODUCT) -> TrainingGraph:
+        b = late_unit()
+        for number in range(num_products - 1):
+            b.op("g wd", {f"other{number}": 10}, kind="gradient", flops=flops)
+        return gated_backward(b)
+
+    assert set(joining(graph(2))) == {"product"}
+    assert set(joining(graph(3))) == set()
+    assert set(joining(graph(2, flops=0))) == {"product"}, "what fuses is passed"
+    b = late_unit()
+    b.op("g", {"moved": 10}, kind="gradient", repeat="no", flops=PRODUCT)
+    assert set(joining(gated_backward(b))) == set()
+
+
+def test_it_joins_no_kernel_that_needs_the_product() -> None:
+    b = gated_unit()
+    b.op("g product", {"dwd": 200}, flops=PRODUCT)
+    b.op("dwd silu up", {"after": 200}, kind="gradient")
+    assert joining(b.graph(outputs="y", gradients="after")) == {}
+
+
+def test_random_numbers_join_none() -> None:
+    b = GraphBuilder()
+    b.input("x", 100)
+    b.op("x", {"drawn": 100}, repeat="replay", moved_bytes=200)
+    b.op("drawn", {"y": 100}, flops=PRODUCT)
+    b.backward(g=100)
+    b.op("g drawn", {"dw": 10}, kind="gradient", flops=PRODUCT)
+    b.op("g x", {"dx": 10}, kind="gradient")
+    assert joining(b.graph(outputs="y", gradients="dw dx")) == {}
 
 
 def test_nothing_rides_where_nothing_fuses() -> None:

@@ -4,8 +4,8 @@ Activations without updates in backward (`memory.optimizer_in_backward`), then w
 backward frees stays where it is, and it hides copies. Of states as few as are lacking, and more where that is faster;
 then all beside activations; at last frozen weights.
 
-With `memory.offload: fastest` a part of the states is tried where a plan fits without, too: backward, which updates their
-weights then, hides copies that make room for activations.
+With `memory.offload: fastest` a part of the states is tried where a plan fits without, too: backward, which then
+updates their weights, hides copies that make room for activations.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from thunder_memsave.budget.planned_call import Attempt
 from thunder_memsave.budget.way_search import Tried
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.optim.on_host import Kind
-from thunder_memsave.planner.cost import costs_us, roofline_us
-from thunder_memsave.planner.graph import UPDATE, Device
+from thunder_memsave.planner.cost import costs_us, forward_and_backward_us
+from thunder_memsave.planner.graph import Device
 from thunder_memsave.planner.offload.engines import CopyRates
 
 _MUCH = 0.05
@@ -35,6 +35,8 @@ _MORE = 0.04
 """Part of the budget that the next part of the states frees more than the one before, to see whether it is faster."""
 _WORTH = 0.01
 """Part of a step that a larger part of the states must save to be taken instead."""
+_MOST_SLOWER = 2
+"""Parts that are tried although they do not make a step faster: a larger one may."""
 _WORTH_A_CHOICE = 0.002
 """The same where a plan fits without."""
 
@@ -140,14 +142,16 @@ class _Tries:
             return found  # none may be made in backward, or all have to be
         worth_us = _WORTH_A_CHOICE * self._computed_us(first)
         taken: Attempt | None = None
+        num_slower = 0
         for attempt in self._larger_parts(first, resort, updates):
             added_us = self._added_us(found)
             if added_us < worth_us or self._least_us(attempt) >= added_us:
                 break
             tried, _ = self._tried(attempt)
-            if tried is None or self._step_us(tried) > self._step_us(found) - worth_us:
+            if tried is not None and self._step_us(tried) <= self._step_us(found) - worth_us:
+                found, taken = tried, attempt
+            elif (num_slower := num_slower + 1) == _MOST_SLOWER:
                 break
-            found, taken = tried, attempt
         if taken is not None:
             resort.take(taken, is_needed=False)
             if updates is not None:
@@ -178,10 +182,9 @@ class _Tries:
     def _step_us(self, tried: Tried) -> int:
         """Return the time of forward and backward but for updates, the most of all ranks."""
         call = tried.run.call
-        own = (step.op for step in call.program.steps if step.op.symbol != UPDATE)
         waits_us = 0.0 if call.time is None else call.time.exposed_us
-        computed_us = sum(roofline_us(op, self.device) for op in own)
-        return largest(int(computed_us + waits_us), self.data_parallel)
+        us = forward_and_backward_us(call.program, self.device) + waits_us
+        return largest(int(us), self.data_parallel)
 
     def _with_part(
         self,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from thunder_memsave.planner.cost import roofline_us
-from thunder_memsave.planner.graph import UPDATE
+from thunder_memsave.planner.cost import forward_and_backward_us, roofline_us
 from thunder_memsave.planner.offload.engines import CopyRates
 
 if TYPE_CHECKING:
@@ -18,9 +17,7 @@ def micro_batch_us(made: RunPlan) -> float:
     Kernels run at the rates that they usually sustain, one after the other. What waits for copies of activations
     counts, and so does the part of one micro-batch in the copies of an optimizer's states that are on the host.
     """
-    own = (step.op for step in made.call.program.steps if step.op.symbol != UPDATE)
-    computing_us = sum(roofline_us(op, made.device) for op in own)
-    return computing_us + waits_us(made)
+    return forward_and_backward_us(made.call.program, made.device) + waits_us(made)
 
 
 def again_us(made: RunPlan) -> float:

@@ -62,6 +62,11 @@ store_states = _executor.register_operator(STORE_STATES, meta=_refuse, fn=_store
 wait_states = _executor.register_operator(WAIT_STATES, meta=_refuse, fn=_wait, tags=_KEPT)
 
 
+def copies_states(bsym: BoundSymbol) -> bool:
+    """Return whether a symbol begins copies of states, or waits for them."""
+    return bsym.sym.id in (fetch_states.id, store_states.id, wait_states.id)
+
+
 def waits_for_states(bsym: BoundSymbol) -> bool:
     """Return whether a symbol waits for the copies of states to the host."""
     return bool(bsym.sym.id == wait_states.id)

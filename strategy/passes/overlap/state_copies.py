@@ -12,8 +12,8 @@
 
 So while one weight is updated, the states of the next come, and those of the one before leave, as in an
 `optimizer.step()` with states on the host; and all of that runs beside what computes. States of small weights are
-fetched further ahead, up to `AHEAD_BYTES` of them, and as many leave later. Where a plan has too little room, fetches are
-later, and waits sooner: at last both are around their update.
+fetched further ahead, up to `AHEAD_BYTES` of them, and as many leave later. Where a plan has too little room, fetches
+are later, and waits sooner: at last both are around their update.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,8 +11,14 @@ import pytest
 from harness.training_graphs import chain, random_graph
 from thunder_memsave.planner.actions import keeping
 from thunder_memsave.planner.choices import needs
-from thunder_memsave.planner.graph import Program
-from thunder_memsave.planner.offload.copies import COPY_IN, WAIT_OUT, is_copy, with_copies
+from thunder_memsave.planner.graph import UPDATE, Op, Program, Step
+from thunder_memsave.planner.offload.copies import (
+    COPY_IN,
+    FETCH_STATES,
+    WAIT_OUT,
+    is_copy,
+    with_copies,
+)
 from thunder_memsave.planner.offload.engines import CopyRates, step_time
 from thunder_memsave.planner.offload.place import Placement, place, placed
 from thunder_memsave.planner.order import order
@@ -109,3 +116,41 @@ def test_placements_are_near_the_best_of_all() -> None:
     assert len(lost) >= 15
     assert sum(lost) / len(lost) < 0.01
     assert max(lost) < 0.15
+
+
+def fetching(program: Program, at: int, nbytes: int) -> Program:
+    """Return a program that begins to fetch states before a step, for an update at its end."""
+    fetch = Op(
+        symbol=FETCH_STATES,
+        index=-1,
+        arguments=(),
+        results=("states",),
+        reads=(),
+        makes=(),
+        peak_bytes=0,
+        repeat="no",
+        copied_bytes=nbytes,
+    )
+    update = replace(fetch, symbol=UPDATE, arguments=("states",), results=("new",), copied_bytes=0)
+    added = [Step(op=op, makes=(), frees=()) for op in (fetch, update)]
+    steps = (*program.steps[:at], added[0], *program.steps[at:], added[1])
+    return replace(program, steps=steps)
+
+
+def test_a_copy_back_leaves_time_for_states_that_come_over_the_same_engine() -> None:
+    """Copies take their turns in the order in which they begin: behind the states it would come too late."""
+    graph = chain(6)
+    plain = with_copies(order(graph), [graph.storage_of["a1"]])
+    program = fetching(plain, [s.op.results for s in plain.steps].index(("g3",)), nbytes=300)
+    copied = (FETCH_STATES, UPDATE)
+    computing = [0.0 if s.op.symbol in copied else 1.0 for s in program.steps if not is_copy(s.op)]
+    costs = [0.0 if s.op.symbol in copied else 1.0 for s in program.steps]
+    ran = found(program, costs, None)
+    names = [step.op.results for step in ran.steps]
+    assert names.index(("a1_back",)) < names.index(("states",))
+    rest = iter(computing)
+    each = [0.0 if is_copy(s.op) else next(rest) for s in ran.steps]
+    time = step_time(ran, each, RATES)
+    assert time.us == 17.0, "neither is waited for"
+    before = [step.op.results for step in found(plain, [1.0] * len(plain.steps), None).steps]
+    assert before.index(("a1_back",)) > before.index(("g3",)), "without them it begins later"
