@@ -36,10 +36,10 @@ def recompute_in_kernels(trace: TraceCtx, *, joins: Mapping[str, str]) -> TraceC
     maker = {o.name: n for n, bsym in enumerate(symbols) for o in bsym.flat_proxy_outs}
     wanted: dict[int, list[int]] = {}
     """Clones, by the kernel's first operation."""
-    for name, first in joins.items():
+    for name, result in joins.items():
         clone = maker.get(f"{PREFIX}{name}")
-        if clone is not None and clone < maker[first]:
-            wanted.setdefault(maker[first], []).append(clone)
+        if clone is not None and clone < maker[result]:
+            wanted.setdefault(maker[result], []).append(clone)
     order = _Order(symbols, maker)
     for first in sorted(wanted):
         order.move(sorted(wanted[first]), first)

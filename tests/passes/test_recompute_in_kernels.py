@@ -32,7 +32,9 @@ class Gated(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        for gate, up, down in self.layers:  # type: ignore[misc]  # lists of three
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleList)
+            gate, up, down = layer
             x = x + down(nn.functional.silu(gate(x)) * up(x))
         return x.square().sum()
 

@@ -216,13 +216,13 @@ def _starts(around: _Around, limit: float, rates: CopyRates) -> dict[str, int]:
 
 def _wanted_us(around: _Around, copies: Sequence[_Copy], rates: CopyRates) -> list[float]:
     """Return for each copy back the latest time from which it and those after it arrive in time."""
-    at_us = np.concatenate([[0.0], np.cumsum(around.us[around.num_forward :])])
+    at_us = np.concatenate([[0.0], np.cumsum(around.us[around.num_forward :])]).tolist()
     taken = _taken_us(around, at_us)
     wanted = [0.0] * len(copies)
     next_us = inf
     for number in reversed(range(len(copies))):
         copy = copies[number]
-        next_us = min(float(at_us[copy.wait - around.num_forward]), next_us)
+        next_us = min(at_us[copy.wait - around.num_forward], next_us)
         left_us = _MARGIN * rates.us(copy.nbytes)
         while taken and next_us - taken[-1][1] < left_us:
             begin_us, end_us = taken.pop()
@@ -238,7 +238,7 @@ def _taken_us(around: _Around, at_us: Sequence[float]) -> list[tuple[float, floa
     end_us = 0.0
     for number, us in sorted(around.fetches_us.items()):
         if number >= around.num_forward:
-            begin_us = max(float(at_us[number - around.num_forward]), end_us)
+            begin_us = max(at_us[number - around.num_forward], end_us)
             end_us = begin_us + us
             found.append((begin_us, end_us))
     return found
