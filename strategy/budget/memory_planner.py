@@ -219,6 +219,7 @@ class MemoryPlanner:
             traces,
             joint=call.joint,
             actions=call.actions,
+            joins=call.joins,
             room=call.given_room,
             added=attempt.added,
             updated=call.updated,
@@ -258,7 +259,7 @@ class MemoryPlanner:
             run = self._agreed[structure] = self._fitting(attempt)
             return run.call
         way = attempt.in_way(agreed.call.way) or attempt
-        call = way.run(agreed.call.plan, agreed.room, joins=agreed.call.joins)
+        call = way.run(agreed.call.plan, agreed.room, joins=bool(agreed.call.joins))
         needed_bytes = self._limited_bytes(call)
         if self._budget_bytes is not None and needed_bytes > self._budget_bytes:
             if self._data_parallel is None:
@@ -334,7 +335,7 @@ class MemoryPlanner:
         search = WaySearch(
             attempt,
             lambda way: self._tried(way, structure_of(way.graph)),
-            lambda way, of: self._run(way, of.offer.plan, of.run.room, self._budget_bytes),
+            self._rerun,
             budget_bytes=self._budget_bytes,
             is_reserved=self._limit.is_reserved,
             device=self.device,
@@ -348,6 +349,11 @@ class MemoryPlanner:
                 "that steps took longer than with recomputation where both were measured; leave memory.compress out."
             )
         return found
+
+    def _rerun(self, way: Attempt, of: Tried) -> Run:
+        """Run the plan that was found for one way in another."""
+        joins = bool(of.run.call.joins)
+        return self._run(way, of.offer.plan, of.run.room, self._budget_bytes, joins=joins)
 
     def _tried(self, attempt: Attempt, structure: str) -> Tried:
         """Try plans until the traces that run fit, or the smallest does not: later passes move the peak."""
@@ -441,7 +447,8 @@ class MemoryPlanner:
         stage("simulate")
         target_bytes += more_bytes
         run = self._within(tried.attempt, offer.plan, budget_bytes, target_bytes=target_bytes)
-        return Tried(tried.attempt, run, offer) if run.more_bytes <= 0 else tried
+        is_better = run.more_bytes <= 0 and self._added_us(run) <= self._added_us(tried.run)
+        return Tried(tried.attempt, run, offer) if is_better else tried
 
     def _within(
         self,
@@ -451,24 +458,51 @@ class MemoryPlanner:
         *,
         target_bytes: int | None = None,
     ) -> Run:
-        """Overlap collectives with computation as far as the budget has room, on all ranks alike. A collective.
+        """Carry a plan out, with values recomputed in kernels of backward unless they hold too much. A collective.
 
         `target_bytes` is that of the plan, below a budget by what the run of another plan took beside its tensors.
         """
+        if plan is None or self._policy != "plan" or not attempt.joins(plan):
+            return self._overlapped(attempt, plan, budget_bytes, target_bytes)
+        joined = self._overlapped(attempt, plan, budget_bytes, target_bytes, joins=True)
+        if joined.more_bytes <= 0 and not joined.overlap_lacks:
+            return joined
+        run = self._overlapped(attempt, plan, budget_bytes, target_bytes)
+        assert run.call.plan is not None
+        alone = replace(
+            run.call.plan, recompute_us=run.call.plan.recompute_us + attempt.alone_us(plan)
+        )
+        run = replace(run, call=replace(run.call, plan=alone))
+
+        def badness(each: Run) -> tuple[int, int]:
+            return max(each.more_bytes, 0), self._added_us(each)
+
+        return min(joined, run, key=badness)
+
+    def _overlapped(
+        self,
+        attempt: Attempt,
+        plan: Plan | None,
+        budget_bytes: int | None,
+        target_bytes: int | None,
+        *,
+        joins: bool = False,
+    ) -> Run:
+        """Overlap collectives with computation as far as the budget has room, on all ranks alike. A collective."""
         if budget_bytes is None or not attempt.communicates:
-            return self._run(attempt, plan, None, budget_bytes)
+            return self._run(attempt, plan, None, budget_bytes, joins=joins)
         if not self._is_near(attempt, plan, target_bytes or budget_bytes):
-            run = self._run(attempt, plan, None, budget_bytes)
+            run = self._run(attempt, plan, None, budget_bytes, joins=joins)
             if run.more_bytes <= 0:
                 return run
-        at_once = self._run(attempt, plan, NO_ROOM, budget_bytes)
+        at_once = self._run(attempt, plan, NO_ROOM, budget_bytes, joins=joins)
         if at_once.more_bytes > 0:
             return at_once
         # What the allocator takes beside tensors, it takes beside those in flight too.
         beside_bytes = max(at_once.limited_bytes - at_once.call.profile.peak_bytes, 0)
         room = least_room(at_once.call.room(budget_bytes - beside_bytes), self._data_parallel)
         for _ in range(_MOST_ROOMS):
-            run = self._run(attempt, plan, room, budget_bytes)
+            run = self._run(attempt, plan, room, budget_bytes, joins=joins)
             if run.more_bytes <= 0:
                 return run
             room = room.without(run.more_bytes)
@@ -482,23 +516,6 @@ class MemoryPlanner:
         return largest(int(needed_bytes > target_bytes), self._data_parallel) > 0
 
     def _run(
-        self, attempt: Attempt, plan: Plan | None, room: Room | None, budget_bytes: int | None
-    ) -> Run:
-        """Carry a plan out, with values recomputed in kernels of backward unless they hold too much. A collective."""
-        if plan is None or self._policy != "plan" or not attempt.joins(plan):
-            return self._carried_out(attempt, plan, room, budget_bytes)
-        joined = self._carried_out(attempt, plan, room, budget_bytes, joins=True)
-        if joined.more_bytes <= 0:
-            return joined
-        run = self._carried_out(attempt, plan, room, budget_bytes)
-        if run.more_bytes >= joined.more_bytes:
-            return joined
-        assert run.call.plan is not None
-        recompute_us = plan.recompute_us + attempt.alone_us(plan)
-        alone = replace(run.call.plan, recompute_us=recompute_us)
-        return replace(run, call=replace(run.call, plan=alone))
-
-    def _carried_out(
         self,
         attempt: Attempt,
         plan: Plan | None,

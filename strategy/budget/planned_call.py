@@ -82,8 +82,8 @@ class PlannedCall:
     """Of forward and backward with its copies; None: it has none."""
     replayed: Found = field(default_factory=dict, init=False, compare=False, repr=False)
     """What was found of the bytes that the allocator reserves."""
-    joins: bool = False
-    """Whether what can join kernels of backward does."""
+    joins: Mapping[str, str] = field(default_factory=dict)
+    """Values that kernels of backward recompute beside their own results, each with one of these."""
     number: int = field(default_factory=partial(next, _numbers), compare=False)
     """Rises from each call planned in this process to the next."""
 
@@ -314,11 +314,12 @@ class Attempt:
             joins: Whether what can join kernels of backward does.
         """
         actions = None if plan is None else self._of_values(plan)
+        joined = self.joins(plan) if plan is not None and joins else {}
         copies = None if plan is None else self._copies(plan)
         planned = replace(
             self.traces,
             actions=actions,
-            joins=self.joins(plan) if plan is not None and joins else {},
+            joins=joined,
             room=room,
             added=self.added,
             updated=self.updated,
@@ -346,7 +347,7 @@ class Attempt:
             way=self.way,
             copies=copies,
             time=time,
-            joins=joins,
+            joins=joined,
         )
 
     def joins(self, plan: Plan) -> Mapping[str, str]:

@@ -163,4 +163,20 @@ def step(
     bits = [loss, *gradients, torch.get_rng_state(), *states]
     model.zero_grad()
     measured = measured_peak_bytes(run)
+    assert_runs_as_planned(module.captures[0], planner.calls[-1])
     return Ran(bits, planner.calls[-1], module.captures[0], measured)
+
+
+def assert_runs_as_planned(compiled: Compiled, call: PlannedCall) -> None:
+    """Raise AssertionError unless products and regions run in the order in which the plan has them."""
+    ran = [
+        bsym.sym.name
+        for traces in (compiled.forward_traces, compiled.backward_traces)
+        for bsym in traces[-1].bound_symbols
+        if _is_compared(bsym.sym.name)
+    ]
+    assert ran == [s.op.symbol for s in call.program.steps if _is_compared(s.op.symbol)]
+
+
+def _is_compared(symbol: str) -> bool:
+    return "mm" in symbol or symbol.startswith(PREFIX)

@@ -211,8 +211,10 @@ def _loss_and_gradients(wanted: Wanted) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _part_of(wanted: Wanted, name: Part) -> Derivative:
-    def run(grad: Tensor, gradients: Tensor, *sizes: int) -> Tensor:
-        return multiplied(getattr(gradients_in(gradients, Sizes(*sizes), wanted), name), grad)
+    def run(grad: Tensor, gradients: Tensor, *settings: int) -> Tensor:
+        *sizes, in_one_launch = settings
+        value = getattr(gradients_in(gradients, Sizes(*sizes), wanted), name)
+        return multiplied(value, grad, in_one_launch=bool(in_one_launch))
 
     def shape(sizes: Sequence[int]) -> tuple[int, ...]:
         found = Sizes(*sizes).shapes(wanted)[_PARTS.index(name)]
@@ -222,10 +224,10 @@ def _part_of(wanted: Wanted, name: Part) -> Derivative:
     return Derivative(
         name=f"{_name(wanted)}_{name}_backward",
         run=run,
-        meta=lambda grad, gradients, *sizes: TensorProxy(like=gradients, shape=shape(sizes)),
-        fake=lambda grad, gradients, *sizes: gradients.new_empty(shape(sizes)),
+        meta=lambda grad, gradients, *sizes: TensorProxy(like=gradients, shape=shape(sizes[:4])),
+        fake=lambda grad, gradients, *sizes: gradients.new_empty(shape(sizes[:4])),
         of=(name,),
-        reads=("gradients", "num_tokens", "width", "num_classes", "rank"),
+        reads=("gradients", "num_tokens", "width", "num_classes", "rank", "in_one_launch"),
     )
 
 

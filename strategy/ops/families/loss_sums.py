@@ -127,10 +127,13 @@ class WideSums(Sums):
                 result.copy_(total)
 
 
-def multiplied(value: Tensor, factor: Tensor) -> Tensor:
-    """Return `value * factor` in its dtype, without a whole copy in the factor's, which may be wider."""
+def multiplied(value: Tensor, factor: Tensor, *, in_one_launch: bool = False) -> Tensor:
+    """Return `value * factor` in its dtype, without a whole copy in the factor's, which may be wider.
+
+    `in_one_launch`: whether Triton may compute it, for values of 16 bits.
+    """
     is_of_rows = factor.numel() in (1, value.shape[0])
-    if factor.dtype is torch.float32 and is_of_rows and launches.applies(value, value.dtype):
+    if in_one_launch and factor.dtype is torch.float32 and is_of_rows:
         return launches.scaled_rows(value.contiguous(), factor.reshape(-1).contiguous())
     result = torch.empty_like(value, memory_format=torch.contiguous_format)
     factor = factor.reshape(-1, *[1] * (value.ndim - 1))

@@ -39,7 +39,7 @@ from thunder_memsave.passes.symbols import emptied
 AHEAD_BYTES = 128 * 2**20
 """Bytes of states that are fetched before others are used, and that leave after, unless one weight's are more."""
 _UNPACKING = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE)
-_BEFORE_ALL = 4
+_BEFORE_ALL = 16
 """Places before the first update at which the first fetches may be."""
 
 

@@ -27,7 +27,7 @@ from thunder_memsave.planner.offload.copies import (
 from thunder_memsave.planner.offload.engines import CopyRates
 
 _MARGIN = 1.5
-"""Copies back begin so early that they may take this many times as long as they should."""
+"""Copies back begin so early that they may take this many times as long as they should, if nothing is in their way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,13 +180,17 @@ def _by_wait(around: _Around) -> dict[int, list[_Copy]]:
 
 
 def _starts(around: _Around, limit: float, rates: CopyRates) -> dict[str, int]:
-    """Follow backward, and begin each copy back just in time, in the order of their readers, once memory allows it."""
+    """Follow backward, and begin each copy back just in time, in the order of their readers, once memory allows it.
+
+    It lets weights and states go first that it would hold up, if it arrives in time behind them.
+    """
     copies = sorted(around.pairs(COPY_IN, WAIT_IN), key=lambda c: c.wait)
-    wanted_us = _wanted_us(around, copies, rates)
+    wanted_us, latest_us = (_begins_us(around, copies, rates, m) for m in (_MARGIN, 1.0))
     peak_bytes = np.array([*around.peak_bytes, 0], dtype=float)
     now_us = engine_us = 0.0
     arrives_us: dict[int, float] = {}
     fetched_us: dict[str, float] = {}
+    fetches = _Fetches(around)
     found: dict[str, int] = {}
     next_copy, blocked = 0, -1
     for number in range(around.num_forward, len(around.steps)):
@@ -194,6 +198,10 @@ def _starts(around: _Around, limit: float, rates: CopyRates) -> dict[str, int]:
             copy = copies[next_copy]
             if number < copy.wait:
                 if now_us + around.us[number] <= wanted_us[next_copy] or number <= blocked:
+                    break
+                begin_us = max(now_us, engine_us)
+                end_us = begin_us + rates.us(copy.nbytes)
+                if fetches.held_up(number, now_us, begin_us, end_us) <= latest_us[next_copy]:
                     break
                 during = peak_bytes[number : copy.wait]
                 over = np.flatnonzero(during + copy.nbytes > limit)
@@ -214,8 +222,43 @@ def _starts(around: _Around, limit: float, rates: CopyRates) -> dict[str, int]:
     return found
 
 
-def _wanted_us(around: _Around, copies: Sequence[_Copy], rates: CopyRates) -> list[float]:
-    """Return for each copy back the latest time from which it and those after it arrive in time."""
+class _Fetches:
+    """The weights and states that the engine back copies, in order."""
+
+    def __init__(self, around: _Around) -> None:
+        self._us, self._fetches_us = around.us, around.fetches_us
+        self._numbers = sorted(n for n in around.fetches_us if n >= around.num_forward)
+        self._next = 0
+
+    def held_up(self, number: int, now_us: float, begin_us: float, end_us: float) -> float:
+        """Return when those have come that a copy would hold up; infinite: it holds none up.
+
+        Args:
+            number: Of the step before which the copy could begin.
+            now_us: When that is.
+            begin_us: When the engine is free.
+            end_us: When the copy would have ended.
+        """
+        while self._next < len(self._numbers) and self._numbers[self._next] < number:
+            self._next += 1
+        at_us, found = now_us, inf
+        free_us, before = begin_us, number
+        for each in self._numbers[self._next :]:
+            at_us += sum(self._us[before:each])
+            before = each
+            if at_us >= end_us:
+                break
+            found = free_us = max(free_us, at_us) + self._fetches_us[each]
+        return found
+
+
+def _begins_us(
+    around: _Around, copies: Sequence[_Copy], rates: CopyRates, margin: float
+) -> list[float]:
+    """Return for each copy back the latest time from which it and those after it arrive in time.
+
+    `margin`: How many times as long as they should they may take.
+    """
     at_us = np.concatenate([[0.0], np.cumsum(around.us[around.num_forward :])]).tolist()
     taken = _taken_us(around, at_us)
     wanted = [0.0] * len(copies)
@@ -223,7 +266,7 @@ def _wanted_us(around: _Around, copies: Sequence[_Copy], rates: CopyRates) -> li
     for number in reversed(range(len(copies))):
         copy = copies[number]
         next_us = min(at_us[copy.wait - around.num_forward], next_us)
-        left_us = _MARGIN * rates.us(copy.nbytes)
+        left_us = margin * rates.us(copy.nbytes)
         while taken and next_us - taken[-1][1] < left_us:
             begin_us, end_us = taken.pop()
             left_us -= max(0.0, next_us - end_us)
