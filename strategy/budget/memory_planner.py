@@ -22,7 +22,7 @@ from thunder_memsave.budget.offload.terms import beside_states
 from thunder_memsave.budget.own_pool import with_pool
 from thunder_memsave.budget.pinned_actions import pinned_actions, regathered
 from thunder_memsave.budget.plan_request import SMALLEST, Offer, Question, refuse_budget
-from thunder_memsave.budget.planned_call import Attempt, PlannedCall
+from thunder_memsave.budget.planned_call import Attempt, PlannedCall, step_us
 from thunder_memsave.budget.way_search import WORTH_A_TRY, Run, Tried, WaySearch
 from thunder_memsave.config import MemoryConfig
 from thunder_memsave.distributed.agreement import (
@@ -458,26 +458,24 @@ class MemoryPlanner:
         *,
         target_bytes: int | None = None,
     ) -> Run:
-        """Carry a plan out, with values recomputed in kernels of backward unless they hold too much. A collective.
+        """Carry a plan out, with values recomputed in kernels of backward where a step is faster for it. A collective.
 
         `target_bytes` is that of the plan, below a budget by what the run of another plan took beside its tensors.
         """
+        alone = self._overlapped(attempt, plan, budget_bytes, target_bytes)
         if plan is None or self._policy != "plan" or not attempt.joins(plan):
-            return self._overlapped(attempt, plan, budget_bytes, target_bytes)
+            return alone
+        assert alone.call.plan is not None
+        recompute_us = alone.call.plan.recompute_us + attempt.alone_us(plan)
+        priced = replace(alone.call.plan, recompute_us=recompute_us)
+        alone = replace(alone, call=replace(alone.call, plan=priced))
         joined = self._overlapped(attempt, plan, budget_bytes, target_bytes, joins=True)
-        if joined.more_bytes <= 0 and not joined.overlap_lacks:
-            return joined
-        run = self._overlapped(attempt, plan, budget_bytes, target_bytes)
-        assert run.call.plan is not None
-        alone = replace(
-            run.call.plan, recompute_us=run.call.plan.recompute_us + attempt.alone_us(plan)
-        )
-        run = replace(run, call=replace(run.call, plan=alone))
 
-        def badness(each: Run) -> tuple[int, int]:
-            return max(each.more_bytes, 0), self._added_us(each)
+        def badness(run: Run) -> tuple[int, int]:
+            us = step_us(run.call, self.device)
+            return max(run.more_bytes, 0), largest(int(us), self._data_parallel)
 
-        return min(joined, run, key=badness)
+        return min(joined, alone, key=badness)
 
     def _overlapped(
         self,

@@ -32,7 +32,7 @@ from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.passes.tiles.loss_tiles import divide_loss_tiles
 from thunder_memsave.planner.actions import Actions
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
-from thunder_memsave.planner.cost import alone_us, program_costs_us
+from thunder_memsave.planner.cost import alone_us, forward_and_backward_us, program_costs_us
 from thunder_memsave.planner.graph import (
     Device,
     Op,
@@ -150,6 +150,12 @@ class PlannedCall:
             if step.op.communicates:
                 start_bytes.update(dict.fromkeys(step.op.results, step.op.peak_bytes))
         return Room(left_bytes=left, start_bytes=start_bytes)
+
+
+def step_us(call: PlannedCall, device: Device) -> float:
+    """Return the time of forward and backward but for updates, with waits for copies, at a device's rates."""
+    waits_us = 0.0 if call.time is None else call.time.exposed_us
+    return forward_and_backward_us(call.program, device) + waits_us
 
 
 @contextmanager

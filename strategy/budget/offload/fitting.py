@@ -19,11 +19,11 @@ from thunder_memsave.budget.offload.last_resort import LastResort, least_bytes
 from thunder_memsave.budget.offload.offered_updates import OfferedUpdates, most_freed
 from thunder_memsave.budget.offload.part_of_states import StatesSize, bytes_of
 from thunder_memsave.budget.offload.streamed import streaming
-from thunder_memsave.budget.planned_call import Attempt
+from thunder_memsave.budget.planned_call import Attempt, step_us
 from thunder_memsave.budget.way_search import Tried
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.optim.on_host import Kind
-from thunder_memsave.planner.cost import costs_us, forward_and_backward_us
+from thunder_memsave.planner.cost import costs_us
 from thunder_memsave.planner.graph import Device
 from thunder_memsave.planner.offload.engines import CopyRates
 
@@ -181,10 +181,7 @@ class _Tries:
 
     def _step_us(self, tried: Tried) -> int:
         """Return the time of forward and backward but for updates, the most of all ranks."""
-        call = tried.run.call
-        waits_us = 0.0 if call.time is None else call.time.exposed_us
-        us = forward_and_backward_us(call.program, self.device) + waits_us
-        return largest(int(us), self.data_parallel)
+        return largest(int(step_us(tried.run.call, self.device)), self.data_parallel)
 
     def _with_part(
         self,
