@@ -465,6 +465,9 @@ class MemoryPlanner:
         alone = self._overlapped(attempt, plan, budget_bytes, target_bytes)
         if plan is None or self._policy != "plan" or not attempt.joins(plan):
             return alone
+        in_backward = alone.call.profile.peak_step >= alone.call.program.num_forward
+        if alone.more_bytes > 0 and not largest(int(in_backward), self._data_parallel):
+            return alone  # what holds too much is the same
         assert alone.call.plan is not None
         recompute_us = alone.call.plan.recompute_us + attempt.alone_us(plan)
         priced = replace(alone.call.plan, recompute_us=recompute_us)

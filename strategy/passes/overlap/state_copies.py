@@ -40,7 +40,7 @@ AHEAD_BYTES = 128 * 2**20
 """Bytes of states that are fetched before others are used, and that leave after, unless one weight's are more."""
 _UNPACKING = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE)
 _BEFORE_ALL = 16
-"""Places before the first update at which the first fetches may be."""
+"""Parts of what computes before the first update; the first fetches may be after the first quarter of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class _Places:
         places = [other.at for other in self._updates[first:number]]
         if first == 0 and ahead <= AHEAD_BYTES:
             before = (places or [update.at])[0] - self._begin
-            parts = range(_BEFORE_ALL)
+            parts = range(_BEFORE_ALL // 4, _BEFORE_ALL)
             places[:0] = [self._begin + before * part // _BEFORE_ALL for part in parts]
         for at in places:
             if self._takes(update.nbytes, at, update.at):
