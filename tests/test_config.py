@@ -64,7 +64,8 @@ def write(folder: Path, text: str) -> Path:
             ["regather", "scedule"],
             r"strategy\.leave_out has 'scedule', but no step is called so; did you mean 'schedule'\? The steps that "
             r"can be left out are leave_out_zeros, join_views, merge_equal, gather_in_compute_dtype, gather_in_fp8, "
-            r"add_embedding_gradients, tile_rows, regather, schedule, add_gradients, update_in_place, "
+            r"add_embedding_gradients, tile_rows, regather, recompute_in_kernels, schedule, add_gradients, "
+            r"update_in_place, "
             r"write_in_place\.$",
         ),
         (

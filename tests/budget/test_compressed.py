@@ -347,5 +347,6 @@ def on_rank(rank: int, budget_bytes: int | None, **memory: Any) -> Ran:
     return Ran(loss.detach(), gradients, planner.calls[-1], 0)
 
 
+@pytest.mark.soak
 def test_ranks_store_the_same_values(tmp_path: Path) -> None:
     run_on_ranks(check_on_rank, 2, tmp_path / "rendezvous")

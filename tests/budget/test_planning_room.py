@@ -140,7 +140,10 @@ class Communicating:
     collective_bytes = 50
     rooms: list[Room | None] = field(default_factory=list)
 
-    def run(self, plan: Any, room: Room | None) -> Call:
+    def joins(self, plan: Any) -> dict[str, str]:
+        return {}
+
+    def run(self, plan: Any, room: Room | None, *, joins: bool = False) -> Call:
         self.rooms.append(room)
         return Call(room)
 

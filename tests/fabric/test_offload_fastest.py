@@ -205,5 +205,6 @@ def check_ranks() -> None:
         assert away.states_on_host > 0
 
 
+@pytest.mark.soak
 def test_ranks_choose_the_same_part() -> None:
     run_on_fabric_ranks(check_ranks, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -95,16 +96,21 @@ def test_the_plan_says_why_it_is_recomputed() -> None:
     assert plan.recompute_us == 0.0
 
 
-def within(part: float, *, fusion: bool = True) -> Ran:
+@cache
+def all_kept() -> Ran:
+    return step(GatedModel, {"x": X}, fusion=True)
+
+
+def within(part: float) -> Ran:
     """A plan that lacks a part of what keeping all keeps."""
-    all_kept = step(GatedModel, {"x": X}, fusion=fusion)
-    assert all_kept.call.plan is not None
-    budget_bytes = all_kept.call.profile.peak_bytes - int(part * all_kept.call.plan.saved_bytes)
-    return step(GatedModel, {"x": X}, fusion=fusion, policy="plan", budget_bytes=budget_bytes)
+    call = all_kept().call
+    assert call.plan is not None
+    budget_bytes = call.profile.peak_bytes - int(part * call.plan.saved_bytes)
+    return step(GatedModel, {"x": X}, fusion=True, policy="plan", budget_bytes=budget_bytes)
 
 
 def test_what_joins_a_kernel_has_the_same_bits_and_the_bytes_predicted() -> None:
-    found, kept = within(0.2), step(GatedModel, {"x": X}, fusion=True)
+    found, kept = within(0.2), all_kept()
     assert found.call.joins
     assert len([op for op in found.call.graph.ops if op.joins]) == 3
     assert found.predicted_bytes == found.measured_bytes

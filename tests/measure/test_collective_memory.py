@@ -158,6 +158,7 @@ def test_two_ranks_take_the_bytes_of_the_rules(tmp_path: Path) -> None:
     run_on_ranks(check_all, 2, tmp_path / "rendezvous")
 
 
+@pytest.mark.soak
 def test_three_ranks_take_the_bytes_of_the_rules(tmp_path: Path) -> None:
     run_on_ranks(check_all, 3, tmp_path / "rendezvous")
 

@@ -58,7 +58,9 @@ def test_what_each_sharding_holds_is_counted_for_one_run_after_the_other(run_fil
     assert of("none") == whole
 
 
-@pytest.mark.parametrize("overrides", [(), ("--lora=null",)], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "overrides", [pytest.param((), marks=pytest.mark.soak), ("--lora=null",)], ids=["lora", "full"]
+)
 def test_weights_and_states_take_what_plans_of_each_form_count(
     run_file: str, overrides: tuple[str, ...]
 ) -> None:
