@@ -18,7 +18,7 @@ from thunder_memsave.planner.graph import (
     Program,
     TrainingGraph,
 )
-from thunder_memsave.planner.offload.copies import is_copy, is_copy_of_states
+from thunder_memsave.planner.offload.copies import runs_beside
 
 _NOTHING_MEASURED: Mapping[str, float] = MappingProxyType({})
 
@@ -88,8 +88,7 @@ def forward_and_backward_us(program: Program, device: Device) -> float:
     return sum(
         roofline_us(step.op, device)
         for step in program.steps
-        if step.op.symbol not in (UPDATE, FETCH) and not is_copy(step.op)
-        if not is_copy_of_states(step.op)
+        if step.op.symbol != UPDATE and not runs_beside(step.op)
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from thunder_memsave.budget.agreed import largest
@@ -172,12 +173,20 @@ class _Tries:
             if bytes_of(sizes, kinds) <= freed_bytes:
                 return
             freed_bytes = bytes_of(sizes, kinds)
-            attempt = resort.with_states(first, kinds)
-            if attempt is not None and updates is not None:
-                attempt = updates.attempt(attempt)
-            if (attempt := self._agreed(attempt)) is None:
+            if (attempt := self._with_states(first, resort, updates, kinds)) is None:
                 return
             yield attempt
+
+    def _with_states(
+        self,
+        first: Attempt,
+        resort: LastResort,
+        updates: OfferedUpdates | None,
+        kinds: Sequence[Kind],
+    ) -> Attempt | None:
+        """Return a call with the states of some kinds on the host, on all ranks; `updates` are backward's."""
+        plain = resort.with_states(first, kinds) if kinds else first
+        return self._agreed(plain if updates is None or plain is None else updates.attempt(plain))
 
     def _step_us(self, tried: Tried) -> int:
         """Return the time of forward and backward but for updates, the most of all ranks."""
@@ -223,13 +232,7 @@ class _Tries:
         updates: OfferedUpdates | None,
     ) -> Iterator[tuple[Attempt, Callable[[int], None]]]:
         """Yield calls with more and more states on the host, each with a function that takes what it lacks."""
-
-        def made(kinds: Sequence[Kind]) -> Attempt | None:
-            plain = resort.with_states(first, kinds) if kinds else first
-            return self._agreed(
-                plain if updates is None or plain is None else updates.attempt(plain)
-            )
-
+        made = partial(self._with_states, first, resort, updates)
         kinds: tuple[Kind, ...] = ()
         lacking, num_tries = self._lacking(made(kinds), by_estimate=True), 0
         more_bytes = 0

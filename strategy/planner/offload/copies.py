@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from thunder_memsave.planner.graph import Op, Program, Step, Storage
+from thunder_memsave.planner.graph import FETCH, Op, Program, Step, Storage
 
 LEAST_BYTES = 2**17
 """Smaller values stay: to begin a copy takes the host as long as to launch several operations."""
@@ -37,6 +37,11 @@ def is_copy(op: Op) -> bool:
 def is_copy_of_states(op: Op) -> bool:
     """Tell whether an operation copies an optimizer's states, or waits for that."""
     return op.symbol in (FETCH_STATES, STORE_STATES, WAIT_STATES)
+
+
+def runs_beside(op: Op) -> bool:
+    """Tell whether an operation copies to or from the host, or waits for that: it takes no time of what computes."""
+    return op.symbol == FETCH or is_copy(op) or is_copy_of_states(op)
 
 
 def with_copies(program: Program, storages: Collection[int]) -> Program:

@@ -22,7 +22,7 @@ from thunder_memsave.planner.offload.copies import (
     WAIT_IN,
     WAIT_OUT,
     is_copy,
-    is_copy_of_states,
+    runs_beside,
 )
 from thunder_memsave.planner.offload.engines import CopyRates
 
@@ -132,7 +132,7 @@ class _Around:
                 found.fetches_us[len(found.steps)] = copy_us(op.copied_bytes)
             found.num_forward += number < program.num_forward
             found.steps.append(step)
-            found.us.append(0.0 if op.symbol == FETCH or is_copy_of_states(op) else us)
+            found.us.append(0.0 if runs_beside(op) else us)
             found.peak_bytes.append(nbytes)
         return found
 
