@@ -32,7 +32,7 @@ from thunder_memsave.measure.op_times import MeasuredTimes
 from thunder_memsave.ops.accumulation import automatically_accumulating
 from thunder_memsave.ops.host_copies.engine import host_of
 from thunder_memsave.optim.in_backward import UpdatesInBackward
-from thunder_memsave.planner.graph import StepMemory
+from thunder_memsave.planner.graph import Device, StepMemory
 from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.sharding.local_state import hide_padding
 from thunder_memsave.sharding.rank_zero_values import take_rank_zero_values
@@ -178,7 +178,7 @@ class ModuleSetup:
                 host_of(self.device).buffers.limit_bytes = terms.host_bytes
         return MemoryPlanner(
             self.config.memory,
-            device=device_at(self.device),
+            device=self._rates,
             budget_bytes=self.budget_bytes,
             data_parallel=self.data_parallel,
             step_memory=self._step_memory(),
@@ -192,18 +192,22 @@ class ModuleSetup:
     def _offload(self) -> OffloadTerms | None:
         """Return the terms of offload; None: plans offload nothing."""
         return offload_terms(
-            self.config.memory, device_at(self.device), free_bytes=self._free_host_bytes
+            self.config.memory, self._rates, free_bytes=self._free_host_bytes
         )
 
     def _last_resort(self) -> LastResort | None:
         """Return what may go to the host where nothing fits otherwise; None: nothing."""
         return LastResort.of(
             self.config.memory,
-            device_at(self.device),
+            self._rates,
             self.counted.states,
             free_bytes=self._free_host_bytes,
             streams=self.config.fp8 is None,
         )
+
+    @property
+    def _rates(self) -> Device:
+        return device_at(self.device).among(self.ranks_per_node)
 
     def _memory(self) -> StepMemory:
         return self.counted.memory(self.budget_bytes is not None)

@@ -7,7 +7,9 @@ network rate is the smaller of the device's link within a node and the rate of a
 
 To the host: PCIe 5.0 x16 (H100, H200, B200) has 63 GB/s each way, of which copies from and to page-locked memory reach
 about 55; PCIe 4.0 x16 (A100, L40S) half of that. Measured on one H200: 55.0 GB/s out and back, 50.5 each way at once
-(benchmarks/results/gpu_correct_2026-11-27_h200.md). Memory of the host is an eighth of what machines with eight of
+(benchmarks/results/gpu_correct_2026-11-27_h200.md). Two A100 of a node are behind one PCIe switch and share its link to
+the host (`nvidia-smi topo -m` of a DGX A100, NVIDIA/nccl#1505), as L40S of most servers are; each H100, H200 and B200 has
+a link of its own (NVIDIA/nccl#1264). Memory of the host is an eighth of what machines with eight of
 these are sold with: 2 TiB, with A100 and L40S 1 TiB.
 """
 
@@ -77,6 +79,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=79 * _GIB,
                 compute_capability=(8, 0),
                 host_bytes_per_s=0.0275 * _T,
+                devices_per_link=2,
                 host_memory_bytes=128 * _GIB,
             ),
             Device(
@@ -88,6 +91,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 memory_bytes=44 * _GIB,
                 compute_capability=(8, 9),
                 host_bytes_per_s=0.0275 * _T,
+                devices_per_link=2,
                 host_memory_bytes=128 * _GIB,
             ),
             # A few cores of a server; what it has of memory is other programs' too.

@@ -266,12 +266,25 @@ class Device:
     compute_capability: tuple[int, int] | None = None
     """CUDA's compute capability, which says what runs in fp8; None: no CUDA."""
     host_bytes_per_s: float = 0.01e12
-    """Bandwidth of copies between the device and page-locked memory of the host, each way; both ways run at once."""
+    """Bandwidth of copies between one device and page-locked memory of the host, each way; both ways run at once."""
+    devices_per_link: int = 1
+    """Devices of a node that share this bandwidth, as two behind one PCIe switch do."""
+    ranks_of_node: int = 1
+    """Ranks that run on a node, a device each."""
     copy_us: float = 10.0
     """Least time of one such copy."""
     host_memory_bytes: int | None = None
     """Memory of the host per device; None: that of the machine."""
     sustained: Sustained = field(default_factory=Sustained)
+
+    @property
+    def copied_bytes_per_s(self) -> float:
+        """Bandwidth of copies to the host or back that one rank has while those beside it copy too."""
+        return self.host_bytes_per_s / min(self.devices_per_link, self.ranks_of_node)
+
+    def among(self, num_ranks: int) -> Device:
+        """Return the device of one of several ranks of a node."""
+        return replace(self, ranks_of_node=num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

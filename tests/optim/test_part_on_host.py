@@ -259,7 +259,10 @@ def check_ranks(directory: Path, sharding: str, in_backward: bool) -> None:
 
 @pytest.mark.parametrize(
     ("sharding", "in_backward"),
-    [pytest.param("zero2", False, marks=pytest.mark.soak), ("zero3", True)],
+    [
+        pytest.param("zero2", False, marks=pytest.mark.soak),
+        pytest.param("zero3", True, marks=pytest.mark.soak),
+    ],
 )
 def test_two_ranks_move_the_same_part(tmp_path: Path, sharding: str, in_backward: bool) -> None:
     run_on_fabric_ranks(check_ranks, 2, tmp_path, sharding, in_backward)

@@ -145,6 +145,7 @@ def plan_run(
         BudgetError: no plan was found at all.
     """
     config = with_attention(config, fetches=False)
+    device = device.among(ranks_per_node(num_ranks))
     strategy = _strategy(config, device, num_ranks)
     sizes = sizes_of(config, world_size=num_ranks)
     budget_bytes = budget_of(strategy, device)

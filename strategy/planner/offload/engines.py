@@ -37,9 +37,9 @@ class CopyRates:
 
     @classmethod
     def of(cls, device: Device) -> CopyRates:
-        """Return the rates in the device's row of the table."""
+        """Return the rates of a device, as one rank of its node has them."""
         return cls(
-            bytes_per_s=device.host_bytes_per_s,
+            bytes_per_s=device.copied_bytes_per_s,
             copy_us=device.copy_us,
             states=device.sustained.states,
         )

@@ -127,6 +127,7 @@ def _dequantised_bytes(ops: Sequence[Op]) -> float:
     return sum(MOST_OF_NF4 * op.peak_bytes / 2 for op in made)
 
 
+@pytest.mark.soak
 def test_a_plan_counts_the_memory_of_cuda_graphs() -> None:
     config = short(load_run_config(DIRECTORY / "tiny_pretrain.yaml", ["--devices=1"]))
     peaks = []

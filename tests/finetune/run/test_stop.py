@@ -113,7 +113,9 @@ SIGNALS = {
 }
 
 
-@pytest.mark.parametrize("launch", list(LAUNCHES))
+@pytest.mark.parametrize(
+    "launch", ["alone", pytest.param("devices", marks=pytest.mark.soak), "torchrun"]
+)
 def test_a_signal_finishes_the_step_saves_it_and_says_how_the_run_goes_on(
     launch: str, tmp_path: Path, one_layer: Path
 ) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from harness.training_graphs import chain
+from thunder_memsave.planner.devices import device
 from thunder_memsave.planner.graph import Op, Step
 from thunder_memsave.planner.offload.copies import (
     FETCH_STATES,
@@ -101,3 +102,12 @@ def test_copies_in_one_direction_follow_each_other_and_both_directions_run_at_on
         assert all(a.end_us <= b.start_us for a, b in pairwise(copies))
     assert found.host_peak_bytes == 300
     assert [c.name for c in backs] == ["a3_back", "a2_back", "a1_back"]
+
+
+def test_ranks_of_a_node_share_the_link_of_devices_behind_one_switch() -> None:
+    a100, h100 = device("a100"), device("h100")
+    assert (a100.devices_per_link, h100.devices_per_link) == (2, 1)
+    for num_ranks, part in ((1, 1.0), (2, 0.5), (8, 0.5)):
+        alone, beside = CopyRates.of(a100), CopyRates.of(a100.among(num_ranks))
+        assert beside.bytes_per_s == part * alone.bytes_per_s
+        assert CopyRates.of(h100.among(num_ranks)) == CopyRates.of(h100)
