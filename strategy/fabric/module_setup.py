@@ -8,7 +8,6 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from thunder_memsave.budget.memory_planner import MemoryPlanner
@@ -160,9 +159,11 @@ class ModuleSetup:
 
     def _on_host(self, module: nn.Module) -> bool:
         """Choose the frozen weights that stay on the host; tell whether there are any."""
-        num_ranks = 1 if self.data_parallel is None else dist.get_world_size()
-        chosen = named_for_host(module, self.config, num_ranks=num_ranks)
-        nbytes = sum(p.nbytes for p in chosen)
+        chosen = named_for_host(module, self.config)
+        data_parallel = self.data_parallel
+        shards = data_parallel is not None and data_parallel.shards
+        num_shards = data_parallel.world_size if data_parallel is not None and shards else 1
+        nbytes = sum(p.nbytes for p in chosen) // num_shards
         check_weights_fit(self.config.memory, nbytes, free_bytes=self._free_host_bytes)
         mark_all(module, chosen, self.device)
         return bool(chosen)
@@ -191,9 +192,7 @@ class ModuleSetup:
 
     def _offload(self) -> OffloadTerms | None:
         """Return the terms of offload; None: plans offload nothing."""
-        return offload_terms(
-            self.config.memory, self._rates, free_bytes=self._free_host_bytes
-        )
+        return offload_terms(self.config.memory, self._rates, free_bytes=self._free_host_bytes)
 
     def _last_resort(self) -> LastResort | None:
         """Return what may go to the host where nothing fits otherwise; None: nothing."""

@@ -204,16 +204,16 @@ def _fill(
     data_parallel: DataParallel | None,
 ) -> None:
     shape = whole_shape(target)
+    where = device if place_of(target) is None else torch.device("cpu")
     sharded_over: DataParallel | None = None
     if isinstance(target, nn.Parameter) and data_parallel and can_shard(shape, data_parallel):
         sharded_over = data_parallel
         rows = own_rows(shape, data_parallel)
-        real = read(slice(rows.start, rows.stop)).to(device, target.dtype)
+        real = read(slice(rows.start, rows.stop)).to(where, target.dtype)
         own = RowRange(start=0, stop=rows.num_real_rows, num_rows=rows.num_rows)
         values = take_rows(real, own)
     else:
         # A copy: what is read may be a view of a mapped file, or of values tied by accident.
-        where = device if place_of(target) is None else torch.device("cpu")
         values = read(None).to(where, target.dtype, copy=True)
     fill_meta(target, values, name=name, sharded_over=sharded_over)
 

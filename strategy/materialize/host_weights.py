@@ -21,29 +21,20 @@ from thunder_memsave.settings.problems import ConfigError
 _KEY = "memory.offload_weights"
 
 
-def named_for_host(
-    module: nn.Module, config: StrategyConfig, *, num_ranks: int
-) -> list[nn.Parameter]:
+def named_for_host(module: nn.Module, config: StrategyConfig) -> list[nn.Parameter]:
     """Return the frozen weights that `memory.offload_weights` names.
 
     Args:
         module: The model, wholly or partly on meta.
         config: The strategy's settings.
-        num_ranks: Number of processes.
 
     Raises:
-        ConfigError: a pattern names no module, or modules without large frozen weights; or there are several
-            processes, or fp8.
+        ConfigError: a pattern names no module, or modules without large frozen weights; or there is
+            fp8.
     """
     patterns = config.memory.offload_weights
     if not patterns:
         return []
-    if num_ranks > 1:
-        raise ConfigError(
-            f"{_KEY} is for one process, and there are {num_ranks}, which could share the weights instead: set "
-            "strategy.sharding to 'zero3', or leave it out.",
-            key=_KEY,
-        )
     if config.fp8 is not None:
         raise ConfigError(
             f"{_KEY} keeps weights on the host as they are, and fp8 keeps copies of them on the device; leave one of "

@@ -127,7 +127,8 @@ def _gathered_values(symbols: Sequence[BoundSymbol], *, of_gathers: bool) -> dic
     values: dict[str, _Gathered] = {}
     for bsym in symbols:
         is_of_bytes = is_dequantized(bsym) and bsym.args[0].name not in values
-        if is_of_bytes or (of_gathers and is_all_gather(bsym)):
+        is_first = of_gathers and is_all_gather(bsym) and bsym.args[0].name not in values
+        if is_of_bytes or is_first:
             shard = bsym.args[0].name
         else:
             inputs = [values.get(a.name) for a in decisive_args(bsym) if is_tensor(a)]

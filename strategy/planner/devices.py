@@ -7,10 +7,10 @@ network rate is the smaller of the device's link within a node and the rate of a
 
 To the host: PCIe 5.0 x16 (H100, H200, B200) has 63 GB/s each way, of which copies from and to page-locked memory reach
 about 55; PCIe 4.0 x16 (A100, L40S) half of that. Measured on one H200: 55.0 GB/s out and back, 50.5 each way at once
-(benchmarks/results/gpu_correct_2026-11-27_h200.md). Two A100 of a node are behind one PCIe switch and share its link to
-the host (`nvidia-smi topo -m` of a DGX A100, NVIDIA/nccl#1505), as L40S of most servers are; each H100, H200 and B200 has
-a link of its own (NVIDIA/nccl#1264). Memory of the host is an eighth of what machines with eight of
-these are sold with: 2 TiB, with A100 and L40S 1 TiB.
+(benchmarks/results/gpu_correct_2026-11-27_h200.md). Two A100 of a node are behind one PCIe switch, whose link to
+the host they share (`nvidia-smi topo -m` of a DGX A100, NVIDIA/nccl#1505), as L40S of most servers do; each H100, H200
+and B200 has a link of its own (NVIDIA/nccl#1264). Memory of the host is an eighth of what machines with eight of these
+are sold with: 2 TiB, with A100 and L40S 1 TiB.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_memsave.distributed import transport
+from thunder_memsave.distributed.agreement import device_of
 from thunder_memsave.distributed.data_parallel import DataParallel
 from thunder_memsave.distributed.lost_ranks import NoticingHandle
 from thunder_memsave.sharding.sharded_parameter import (
@@ -163,6 +164,8 @@ def gather_full(p: Tensor, data_parallel: DataParallel | None) -> Tensor:
 def gather_rows(shard: Tensor, unsharded_shape: torch.Size, data_parallel: DataParallel) -> Tensor:
     """Gather all ranks' rows of a tensor sharded like a parameter, without padding. A collective."""
     shard = as_rows(shard).contiguous()
+    if device_of(data_parallel.group) == "cuda":  # of a weight that the host keeps
+        shard = shard.cuda()
     whole = shard.new_empty((shard.shape[0] * data_parallel.world_size, *shard.shape[1:]))
     all_gather(whole, shard, data_parallel)
     return whole[: unsharded_shape[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from harness import models
 from harness.copy_engines import hostile_copies
 from harness.effort import little_effort
-from harness.fabric import make_fabric
+from harness.host_weights import HostWeightsRun as Run
 from harness.host_weights import small_host_weights
 from harness.memory import measured_memory
 from thunder_memsave.budget.offload import last_resort
 from thunder_memsave.errors import HostMemoryError
 from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.settings.problems import ConfigError
-from thunder_memsave.strategy import ThunderMemsaveStrategy
 
 ALL = {"offload_weights": ("model.layers",), "host_budget": 2**28}
 SOME = {"offload_weights": ("model.layers.1", "model.layers.2"), "host_budget": 2**28}
@@ -34,62 +32,6 @@ def small_weights() -> Iterator[None]:
     """Let small weights stay on the host too."""
     with small_host_weights():
         yield
-
-
-class Run:
-    """A Llama of which the norms alone are trained, and its steps."""
-
-    def __init__(
-        self,
-        memory: dict[str, Any],
-        *,
-        num_layers: int = 4,
-        change: Callable[[Any], object] = lambda module: None,
-        **arguments: Any,
-    ) -> None:
-        self.fabric = make_fabric(memory=memory, sharding="none", **arguments)
-        torch.manual_seed(0)
-        self.net: Any = models.llama(num_layers)
-        for name, p in self.net.named_parameters():
-            p.requires_grad_("norm" in name)
-        change(self.net)
-        self.trained = [p for p in self.net.parameters() if p.requires_grad]
-        made = torch.optim.SGD(self.trained, lr=0.1)
-        self.model, self.optimizer = self.fabric.setup(self.net, made)
-        self.ids = models.token_batch(2, 32, seed=1)
-
-    def loss(self) -> Tensor:
-        return self.model(input_ids=self.ids, labels=self.ids).loss
-
-    def steps(self, count: int = 2) -> Run:
-        for _ in range(count):
-            self.fabric.backward(self.loss())
-            self.gradients = [p.grad.clone() for p in self.trained if p.grad is not None]
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return self
-
-    @property
-    def strategy(self) -> ThunderMemsaveStrategy:
-        assert isinstance(self.fabric.strategy, ThunderMemsaveStrategy)
-        return self.fabric.strategy
-
-    @property
-    def peak_bytes(self) -> int:
-        assert self.strategy.plan is not None
-        return self.strategy.plan.predicted_peak_bytes
-
-    @property
-    def on_host(self) -> list[str]:
-        return [n for n, p in self.net.named_parameters() if place_of(p) is not None]
-
-    def same_as(self, other: Run) -> bool:
-        pairs = zip(
-            [*self.gradients, *self.net.parameters()],
-            [*other.gradients, *other.net.parameters()],
-            strict=True,
-        )
-        return all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_steps_and_evaluation_have_the_bits_of_weights_on_the_device() -> None:

@@ -73,10 +73,12 @@ def best_of(
         return tries.faster(first, found, resort) if resort is not None and is_choice else found
     if resort is not None and (found := tries.on_host(first, resort)) is not None:
         return found
-    is_streamed = resort is not None and resort.streams and data_parallel is None
-    if resort is not None and budget_bytes is not None and is_streamed:
+    if resort is not None and budget_bytes is not None and resort.streams:
         with_weights = streaming(
-            first, about_bytes, budget_bytes=budget_bytes, host_bytes=resort.host_bytes
+            first,
+            lambda attempt: largest(about_bytes(attempt), data_parallel),
+            budget_bytes=budget_bytes,
+            host_bytes=-largest(-resort.host_bytes, data_parallel),
         )
         for attempt, lack in with_weights:
             tried = best(attempt)

@@ -45,10 +45,16 @@ def layers_of(attempt: Attempt) -> list[Layer]:
         if graph.storages[graph.storage_of[a.name]].nbytes >= LEAST_BYTES
     }
     readers: dict[int, set[str]] = {storage: set() for storage in frozen}
+    weight_of = {storage: storage for storage in frozen}
     for op in graph.ops[: graph.num_forward]:
-        for storage in frozen.keys() & set(op.reads):
+        for storage in weight_of.keys() & set(op.reads):
+            weight = weight_of[storage]
+            if all(graph.storages[s].kind == "gathered" for s in op.makes):
+                # The whole weight, a cast of it, or a view, which makes nothing.
+                weight_of.update(dict.fromkeys(op.makes, weight))
+                continue
             match = _LAYER.match(op.module)
-            readers[storage].add(match[1] if match else "")
+            readers[weight].add(match[1] if match else "")
     found: dict[str, Layer] = {}
     for storage, names in readers.items():
         (name, *others) = names or {""}
@@ -93,9 +99,9 @@ def streaming(
 
     Args:
         first: The call with none there.
-        about_bytes: Estimates the smallest peak of a call in little time.
+        about_bytes: Estimates the smallest peak of a call in little time, the same on all ranks.
         budget_bytes: Of a step.
-        host_bytes: Most bytes of the weights.
+        host_bytes: Most bytes of the weights on a rank's host.
     """
     layers, count = layers_of(first), 0
     if not layers:

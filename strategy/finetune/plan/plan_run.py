@@ -152,7 +152,7 @@ def plan_run(
     objective = objective_of(config)
     model = _described(config, strategy)
     loading = None if device.name == "cpu" else host_loading(model, config, num_ranks)
-    marked = named_for_host(model, strategy, num_ranks=num_ranks)
+    marked = named_for_host(model, strategy)
     mark_all(model, marked, torch.device("cpu"))
     few = FewLayers.left_of(model) if has_few_layers and not marked else None
     if few is not None:

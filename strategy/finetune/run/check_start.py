@@ -42,7 +42,7 @@ def check_named_modules(config: RunConfig, model: nn.Module | None, problems: Pr
     names = [name for name, _ in model.named_modules()]
     problems.check(lambda: check_pins(config.memory, names), reads=("memory",), about="memory")
     problems.check(
-        lambda: named_for_host(model, config.of_strategy, num_ranks=world_size(config)),
+        lambda: named_for_host(model, config.of_strategy),
         reads=("strategy", "memory", "fp8", "model.frozen_weights", "devices", "lora"),
         about="memory.offload_weights",
     )

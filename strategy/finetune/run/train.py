@@ -21,7 +21,7 @@ from thunder_memsave.callbacks import CallbackStates, ThroughputMonitor
 from thunder_memsave.callbacks.copies import CheckpointCopies
 from thunder_memsave.checkpoints import StateMismatchError
 from thunder_memsave.checkpoints.addresses import AddressError
-from thunder_memsave.distributed.agreement import OtherRankError
+from thunder_memsave.distributed.agreement import OtherRankError, broadcast, together
 from thunder_memsave.errors import (
     BudgetError,
     CaptureError,
@@ -232,14 +232,30 @@ def _set_up(fabric: Fabric, job: Job) -> tuple[nn.Module, Optimizer]:
 
 
 def _keep_weights_on_host(fabric: Fabric, job: Job) -> None:
-    """Leave on the host what a device cannot hold of a model's frozen weights, before they are loaded."""
+    """Leave on the host what devices cannot hold of a model's frozen weights, before they are loaded. A collective."""
     strategy = cast(ThunderMemsaveStrategy, fabric.strategy)
-    if fabric.world_size > 1 or fabric.device.type != "cuda":
+    if fabric.device.type != "cuda":
         return
-    device = replace(device_at(fabric.device), host_memory_bytes=free_host_bytes())
-    names, line = layers_on_host(job.config, job.model, device, strategy.budget_bytes)
+
+    def planned() -> tuple[str, ...]:
+        if not fabric.is_global_zero:
+            return ()
+        free_bytes = free_host_bytes()
+        of_rank = None if free_bytes is None else free_bytes // strategy.num_processes
+        names, line = layers_on_host(
+            job.config,
+            job.model,
+            replace(device_at(fabric.device), host_memory_bytes=of_rank),
+            strategy.budget_bytes,
+            num_ranks=fabric.world_size,
+        )
+        if names:
+            _say(fabric, line)
+        return names
+
+    names = together(planned, strategy.data_parallel, error_elsewhere=OtherRankError)
+    names = broadcast(names, strategy.data_parallel)
     if names:
-        _say(fabric, line)
         memory = replace(strategy.config.memory, offload_weights=names)
         strategy.config = replace(strategy.config, memory=memory)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from thunder_memsave.finetune.plan.plan_run import plan_run
+from thunder_memsave.finetune.plan.planned_ranks import num_shards
 from thunder_memsave.finetune.run_file.config import RunConfig
 from thunder_memsave.planner.graph import Device
 from thunder_memsave.planner.report.offload_shown import weights_on_host, weights_shown
@@ -18,27 +19,35 @@ _MUCH = 0.8
 
 
 def layers_on_host(
-    config: RunConfig, model: nn.Module, device: Device, budget_bytes: int | None
+    config: RunConfig,
+    model: nn.Module,
+    device: Device,
+    budget_bytes: int | None,
+    *,
+    num_ranks: int = 1,
 ) -> tuple[tuple[str, ...], str]:
     """Return the modules whose frozen weights are to stay on the host, and a line that says so; nothing if all fit.
 
     Args:
-        config: A run of one process.
+        config: A run.
         model: Its model, on meta.
-        device: The device that computes.
-        budget_bytes: Of a step; None: no limit.
+        device: The device of each rank that computes.
+        budget_bytes: Of a step on one rank; None: no limit.
+        num_ranks: Number of ranks.
 
     Raises:
         BudgetError: no plan was found at all.
     """
     if budget_bytes is None or not config.memory.may_offload or config.memory.offload_weights:
         return (), ""
-    if config.fp8 is not None or frozen_bytes(config, model) <= _MUCH * budget_bytes:
+    of_rank = frozen_bytes(config, model) // num_shards(config.of_strategy, num_ranks)
+    if config.fp8 is not None or of_rank <= _MUCH * budget_bytes:
         return (), ""
     memory = replace(
         config.memory, budget=BytesOrFraction(budget_bytes), reserve=type(config.memory)().reserve
     )
-    made = plan_run(replace(config, memory=memory), device=device, num_ranks=1, has_curve=False)
+    asked = replace(config, memory=memory)
+    made = plan_run(asked, device=device, num_ranks=num_ranks, has_curve=False)
     found = weights_on_host(made.call.program) if made.fits else {}
     names = [name if number is None else f"{name}.{number}" for name, number in found]
     return tuple(names), " ".join(weights_shown(made.call.program)) if names else ""

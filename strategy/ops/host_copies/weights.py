@@ -53,17 +53,17 @@ def keep_on_host(p: nn.Parameter, place: torch.device) -> None:
         HostMemoryError: the host does not let the device read so much of its memory.
     """
     mark(p, place)
-    if p.untyped_storage().nbytes() and not _is_there(p):  # in a plan it has no memory
-        lease = host_of(place).weights.take(p.nbytes)
-        kept = lease.view(p.dtype).view(p.shape)
-        with torch.no_grad():
-            kept.copy_(p.data)
+    values = p.data  # a plain tensor: a sharded weight's rows on this rank
+    if values.untyped_storage().nbytes() and not _is_there(p):  # in a plan it has no memory
+        lease = host_of(place).weights.take(values.nbytes)
+        kept = lease.view(values.dtype).view(values.shape)
+        kept.copy_(values)
         p.data = kept
-        setattr(p, _ADDRESS, p.data_ptr())
+        setattr(p, _ADDRESS, kept.data_ptr())
 
 
 def _is_there(p: nn.Parameter) -> bool:
-    return bool(vars(p).get(_ADDRESS) == p.data_ptr())
+    return bool(vars(p).get(_ADDRESS) == p.data.data_ptr())
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device:

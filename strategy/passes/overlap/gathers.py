@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice, pairwise
@@ -43,10 +43,16 @@ class _Gather:
 
 
 def gathers_in_order(
-    symbols: Sequence[BoundSymbol], operations: Mapping[int, int], left: BudgetLeft
+    symbols: Sequence[BoundSymbol],
+    operations: Mapping[int, int],
+    left: BudgetLeft,
+    *,
+    leave_out: Set[str],
 ) -> Iterator[_Gather]:
-    """Yield the gathers in the order in which they are waited for."""
-    starts = {b.output.name: b for b in symbols if is_all_gather(b)}
+    """Yield the gathers in the order in which they are waited for, but for those named."""
+    starts = {
+        b.output.name: b for b in symbols if is_all_gather(b) and b.output.name not in leave_out
+    }
     readers, num_operations = _readers(symbols, operations), 0
     for position, bsym in enumerate(symbols):
         if is_wait(bsym) and (start := starts.get(bsym.args[0].name)) is not None:
@@ -66,7 +72,8 @@ def gathers_in_order(
 def casts_of_shards(symbols: Sequence[BoundSymbol]) -> dict[str, list[BoundSymbol]]:
     """Return, by the names of shards that the trace makes and gathers, the symbols that make them, in order.
 
-    Others are arguments. A shard is made by casts of one (`passes/quantize_before_gather.py`).
+    Others are arguments. A shard is made by casts of one (`passes/quantize_before_gather.py`), or is a copy of one that
+    is on the host (`passes/fetch_weights.py`).
     """
     producers = {
         o.name: b for b in symbols for o in b.flat_proxy_outs if not b.sym.name.startswith("unpack")
@@ -115,11 +122,17 @@ class Gathers:
     """The gathers that have not started, and those in flight with their bytes."""
 
     def __init__(
-        self, gathers: Sequence[_Gather], left: BudgetLeft, window_bytes: int, bucket_bytes: int
+        self,
+        gathers: Sequence[_Gather],
+        left: BudgetLeft,
+        window_bytes: int,
+        bucket_bytes: int,
+        bytes_to_come: Callable[[BoundSymbol], int],
     ) -> None:
+        """`bytes_to_come` says what a gather's shard takes that is still on the host."""
         self._waiting = deque(gathers)
         """Gathers from the first that has not started; some of the later ones may have."""
-        self._left = left
+        self._left, self._bytes_to_come = left, bytes_to_come
         self._window_bytes, self._bucket_bytes = window_bytes, bucket_bytes
         self._started: set[str] = set()
         self._in_flight: dict[str, _Gather] = {}
@@ -186,12 +199,12 @@ class Gathers:
         return bucket
 
     def _fits(self, bucket: Sequence[_Gather]) -> bool:
-        num_bytes = sum(_taken(g, bucket) for g in bucket)
+        num_bytes = sum(self._taken(g, bucket) for g in bucket)
         return self._left.fits(num_bytes, max(g.wait for g in bucket))
 
     def _start(self, bucket: Sequence[_Gather]) -> BoundSymbol:
         for gather in bucket:
-            self._left.take(_taken(gather, bucket), gather.wait)
+            self._left.take(self._taken(gather, bucket), gather.wait)
         self._in_flight.update((g.future, g) for g in bucket)
         self._started.update(g.future for g in bucket)
         self._room -= sum(g.num_bytes for g in bucket)
@@ -208,7 +221,6 @@ class Gathers:
             output=tuple(b.output for b in symbols),
         )
 
-
-def _taken(gather: _Gather, bucket: Sequence[_Gather]) -> int:
-    """Return the bytes that a gather takes; a bucket of several may copy each once more."""
-    return gather.start_bytes * min(2, len(bucket))
+    def _taken(self, gather: _Gather, bucket: Sequence[_Gather]) -> int:
+        """Return the bytes that a gather takes; a bucket of several may copy each once more."""
+        return gather.start_bytes * min(2, len(bucket)) + self._bytes_to_come(gather.bsym)

@@ -47,6 +47,7 @@ from thunder_memsave.ops.families.collectives import (
     is_all_gather,
     is_wait,
 )
+from thunder_memsave.ops.host_copies.weights import is_fetch
 from thunder_memsave.passes.overlap.facts import largest_reduction, operations_of
 from thunder_memsave.passes.overlap.gathers import (
     Gathers,
@@ -55,6 +56,7 @@ from thunder_memsave.passes.overlap.gathers import (
 )
 from thunder_memsave.passes.overlap.reductions import Reductions
 from thunder_memsave.passes.overlap.room import BudgetLeft, Room
+from thunder_memsave.passes.overlap.shard_fetches import ShardFetches, fetches_of_shards
 from thunder_memsave.sharding.rows import whole_shape
 
 
@@ -125,14 +127,20 @@ class _Schedule:
             o.name for b in symbols for o in b.flat_proxy_outs if isinstance(o, FutureTensorProxy)
         }
         self._operations = operations_of(symbols)
-        in_order = list(gathers_in_order(symbols, self._operations, self._left))
-        self._gathered = {g.future for g in in_order}
         self._casts = casts_of_shards(symbols)
+        in_order = list(
+            gathers_in_order(
+                symbols, self._operations, self._left, leave_out=fetches_of_shards(self._casts)
+            )
+        )
+        self._gathered = {g.future for g in in_order}
+        self._fetches = ShardFetches(symbols, self._casts, self._left, window_bytes)
         self._are_casts = {id(b) for casts in self._casts.values() for b in casts}
         self._awaited = _read_by_casts(symbols, self._are_casts)
         """Values that casts of shards read and that are still to come: no gather starts early before them."""
         self._reduced = futures - self._gathered
-        self._gathers = Gathers(in_order, self._left, window_bytes, bucket_bytes)
+        to_come = self._fetches.bytes_to_come
+        self._gathers = Gathers(in_order, self._left, window_bytes, bucket_bytes, to_come)
         # A gradient in flight takes twice its bytes: what is sent, and what is received.
         self._reductions = Reductions(self._left, window_bytes // 2, bucket_bytes)
 
@@ -143,6 +151,8 @@ class _Schedule:
             for shard, _ in gathers(bsym):
                 # A cast may make two shards: numbers and their scales.
                 casts = [b for b in self._casts.get(shard.name, ()) if id(b) not in made]
+                if self._fetches.reach(shard.name):
+                    casts = [b for b in casts if not is_fetch(b)]
                 made.update(map(id, casts))
                 yield from casts
             yield bsym
@@ -193,6 +203,8 @@ class _Schedule:
         starts = [] if self._awaited else list(self._gathers.start_early())
         yield from self._make_room()
         yield from starts
+        if not self._awaited:
+            yield from self._fetches.begin_early()
 
     def _end_oldest(self) -> Iterator[BoundSymbol]:
         """Yield the oldest wait and its readers. No gather starts in between: first enough room is made."""
