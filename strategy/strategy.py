@@ -50,6 +50,7 @@ from thunder_memsave.fp8.compute.steps import Fp8Steps
 from thunder_memsave.fp8.recipe import refuse_own_scales
 from thunder_memsave.ops.families.tiled_loss import TILE_BYTES
 from thunder_memsave.optim.in_backward import UpdatesInBackward
+from thunder_memsave.optim.on_host import begin_step
 from thunder_memsave.planner.graph import Allocations, Plan, StepMemory
 from thunder_memsave.settings.schema import field_names, parse_section
 from thunder_memsave.sharding.gradients import clip_norm, clip_value
@@ -378,6 +379,7 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
             return unclipped_norm(self._updates, optimizer, *terms, self.data_parallel)
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
+        begin_step(optimizer)
         norm = clip_norm(
             parameters,
             max_norm=max_norm,
@@ -396,4 +398,5 @@ class ThunderMemsaveStrategy(StateHooks, MeasuredBackward, _Sharded):
         refuse_unreduced(optimizer, self._modules)
         self._updates.refuse_clipping()
         self.precision.unscale_gradients(optimizer)
+        begin_step(optimizer)
         clip_value(self.precision.main_params(optimizer), clip_value=clip_val)

@@ -17,7 +17,7 @@ from thunder_memsave.fabric.forward_module import ForwardModule
 from thunder_memsave.measure.step_memory import StepMemoryError, step_memory
 from thunder_memsave.ops.accumulation import whole_gradient_bytes
 from thunder_memsave.optim.in_backward import KEY, UpdatesInBackward
-from thunder_memsave.optim.on_host import Kind, num_of_kinds, states_on_host
+from thunder_memsave.optim.on_host import Kind, begin_step, num_of_kinds, states_on_host
 from thunder_memsave.planner.graph import StepMemory
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.gradients import clip_norm
@@ -77,6 +77,7 @@ class CountedStep:
             memory = step_memory(
                 list(self.optimizers),
                 clip=clip,
+                before_clip=begin_step,
                 accumulates=self.accumulation.was_used,
                 other_bytes=self.caller.other_bytes,
                 between_bytes=self.caller.between_bytes,

@@ -16,6 +16,7 @@ from thunder_memsave.errors import CaptureError, CompileError
 from thunder_memsave.fabric.forward_methods import take_redirection
 from thunder_memsave.fp8.kernels.te_settings import refuse_contradiction
 from thunder_memsave.ops.host_copies.weights import keep_on_host, place_of
+from thunder_memsave.optim.on_host import forget_begun
 from thunder_memsave.sharding.rank_zero_values import batch_norms, take_rank_zero_statistics
 
 _EAGER = (
@@ -34,6 +35,7 @@ class ForwardModule(PiecewiseModule):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         refuse_contradiction(None if self.fp8 is None else self.fp8.recipe)
+        forget_begun()
         name = take_redirection(self.module)
         if self.module.training and torch.is_grad_enabled():
             take_rank_zero_statistics(self._batch_norms, self._data_parallel)

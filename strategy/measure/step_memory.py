@@ -61,6 +61,7 @@ def step_memory(
     optimizers: Sequence[Optimizer],
     *,
     clip: Clip | None = None,
+    before_clip: Callable[[Optimizer], object] | None = None,
     accumulates: bool = False,
     other_bytes: int = 0,
     between_bytes: int = 0,
@@ -74,6 +75,7 @@ def step_memory(
     Args:
         optimizers: Each steps once per training step, one after the other. They are not changed.
         clip: Called before the update, with all parameters of the optimizers.
+        before_clip: Called with each optimizer before that.
         accumulates: True if gradients of earlier micro-batches are live before backward.
         other_bytes: Bytes of anything else that stays.
         between_bytes: Peak of the caller's loss between forward and backward.
@@ -86,7 +88,7 @@ def step_memory(
     Raises:
         StepMemoryError: an optimizer does not run on tensors without data.
     """
-    update = _Update(optimizers, clip, device_type)
+    update = _Update(optimizers, clip, before_clip, device_type)
     if change is not None:
         update.change(change)
     if one_by_one is not None:
@@ -120,9 +122,14 @@ class _Update:
     """Runs copies of optimizers on parameters without data."""
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], clip: Clip | None, device_type: str
+        self,
+        optimizers: Sequence[Optimizer],
+        clip: Clip | None,
+        before_clip: Callable[[Optimizer], object] | None,
+        device_type: str,
     ) -> None:
-        self._clip, self._fake = clip, FakeTensorMode(allow_non_fake_inputs=True)
+        self._clip, self._before_clip = clip, before_clip
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._device_type = device_type
         self._clipping: tuple[Sequence[int], int] | None = None
         self._parameters: dict[int, nn.Parameter] = {}
@@ -142,6 +149,9 @@ class _Update:
     def run(self) -> None:
         """Clip gradients, and update once."""
         with self._fake, self.record:
+            if self._before_clip is not None:
+                for optimizer in self._optimizers:
+                    self._before_clip(optimizer)
             self._clip_gradients()
             for optimizer in self._optimizers:
                 self._step(optimizer)

@@ -3,7 +3,8 @@
 In: an optimizer of PyTorch, or of ours, whose update of a parameter reads nothing of the others. Out: the same updates,
 with the same bits. A piece is some parameters whose states take about `PIECE_BYTES` on the device, or one that takes
 more. While a piece is updated, the states of the next one are copied in, and those of the one before are copied out: so
-the device holds the states of at most three pieces, for the time of the update. Between steps it holds numbers alone,
+the device holds the states of at most three pieces, for the time of the update. Those of the first piece may come
+before, beside the norm of all gradients (`begin_step`). Between steps it holds numbers alone,
 such as the count of steps, and states of less than `LEAST_BYTES`; and those of all parameters of some shapes, if only
 others are asked to go.
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -66,6 +68,7 @@ class StatesOnHost(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states onto the host; otherwise as the other class does."""
+        _forget(self)
         hooks = [self.register_load_state_dict_post_hook(_moved_out)]
         if not isinstance(self, ByRows):  # which keeps what it loads from being moved by itself
             hooks.append(self.register_load_state_dict_pre_hook(_held))
@@ -95,7 +98,9 @@ class StatesOnHost(Optimizer):
         ahead: list[Copy] = []
         leaving: list[Copy] = []
         try:
-            begin_in(self, pieces[0] if pieces else (), ahead)
+            first = pieces[0] if pieces else ()
+            if not _take_begun(self, first, ahead):
+                begin_in(self, first, ahead)
             for piece, following in zip_longest(pieces, pieces[1:], fillvalue=()):
                 coming, ahead = ahead, coming
                 begin_in(self, following, ahead)
@@ -132,6 +137,24 @@ def states_on_host(optimizer: Optimizer, kinds: Collection[Kind] | None = None) 
     before = optimizer.kinds_on_host
     optimizer.kinds_on_host = None if kinds is None or before is None else before | set(kinds)
     move_out(optimizer)
+
+
+def begin_step(optimizer: Optimizer) -> None:
+    """Begin to copy in the states that the next step of an optimizer reads first, beside what runs until then.
+
+    They stay until that step, or until `forget_begun`. It has no effect where none are on the host, or they come
+    already.
+    """
+    if isinstance(optimizer, StatesOnHost) and optimizer not in _begun:
+        piece = next(iter(_pieces(optimizer)), [])
+        _begun[optimizer] = piece, []
+        begin_in(optimizer, piece, _begun[optimizer][1])
+
+
+def forget_begun() -> None:
+    """Free what `begin_step` copied in for steps that were not taken."""
+    for optimizer in list(_begun):
+        _forget(optimizer)
 
 
 def kind_of(p: Tensor) -> Kind:
@@ -182,6 +205,9 @@ def settle(optimizer: Optimizer) -> None:
 _leases = WeakTensorKeyDictionary()
 """The bytes of the buffers that tensors are in; an attribute of theirs would be written to files, and copied."""
 
+_begun = WeakKeyDictionary[Optimizer, tuple[list[Tensor], list["Copy"]]]()
+"""The first piece of a step that is to come, with its copies."""
+
 _classes: dict[type[Optimizer], type[Optimizer]] = {}
 
 
@@ -227,6 +253,25 @@ class Copy:
         """Wait for it, and put its result into the optimizer's state."""
         self.wait()
         self.state[self.key] = self.result
+
+
+def _take_begun(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[Copy]) -> bool:
+    """Take the copies of a step's first piece, if they are those that have begun."""
+    if optimizer not in _begun:
+        return False
+    parameters, copies = _begun[optimizer]
+    if list(map(id, parameters)) != list(map(id, piece)):  # others have gradients by now
+        _forget(optimizer)
+        return False
+    begun += copies
+    del _begun[optimizer]
+    return True
+
+
+def _forget(optimizer: Optimizer) -> None:
+    if optimizer in _begun:
+        _, copies = _begun.pop(optimizer)
+        drop(copies)
 
 
 def _pieces(optimizer: Optimizer) -> list[list[Tensor]]:

@@ -26,7 +26,13 @@ from thunder_memsave.errors import HostMemoryError
 from thunder_memsave.measure.step_memory import step_memory
 from thunder_memsave.ops.host_copies.engine import Host, other_host
 from thunder_memsave.optim import on_host
-from thunder_memsave.optim.on_host import StatesOnHost, class_of, states_on_host
+from thunder_memsave.optim.on_host import (
+    StatesOnHost,
+    begin_step,
+    class_of,
+    forget_begun,
+    states_on_host,
+)
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.rows import shard_module
 
@@ -216,6 +222,77 @@ def test_a_step_that_fails_leaves_an_optimizer_that_goes_on(
         give_gradients(module, 1)
         optimizer.step()
     assert_equal(here, used, there, known)
+
+
+def _as_it_is(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    begin_step(optimizer)  # a second time
+
+
+def _with_other_gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    next(module.parameters()).grad = None
+
+
+def _after_a_load(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"] *= 2.0
+    optimizer.load_state_dict(saved)
+
+
+def _after_another_forward(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    forget_begun()
+
+
+def _of_a_copy(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    copied = copy.deepcopy(optimizer)
+    copied.step()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_as_it_is, _with_other_gradients, _after_a_load, _after_another_forward, _of_a_copy],
+)
+def test_a_step_whose_first_states_come_before_it_has_the_same_bits(
+    change: Callable[[nn.Module, torch.optim.Optimizer], None], hostile: Host
+) -> None:
+    here, there = Odd(), Odd()
+    used, known = (torch.optim.AdamW(m.parameters()) for m in (here, there))
+    states_on_host(used)
+    for step in range(3):
+        for module, optimizer in ((here, used), (there, known)):
+            give_gradients(module, step)
+            before = hostile.engine.num_begun["in"]  # type: ignore[attr-defined]
+            begin_step(optimizer)
+            began = hostile.engine.num_begun["in"] - before  # type: ignore[attr-defined]
+            assert began == (2 if step and optimizer is used else 0)  # the two of `large`
+            if step:
+                change(module, optimizer)
+            optimizer.step()
+    assert_equal(here, used, there, known)
+    large = [s for s in states_of(there, known) if s and s["exp_avg"].nbytes >= on_host.LEAST_BYTES]
+    begin_step(used)
+    assert hostile.states.count() == used.host_bytes == 2 * sum(s["exp_avg"].nbytes for s in large)  # type: ignore[attr-defined]
+
+
+def test_the_first_states_come_while_gradients_are_clipped(hostile: Host) -> None:
+    memory = {"offload": "optimizer", "host_budget": 10_000_000}
+    fabric = make_fabric(sharding="none", nonfinite_gradients="skip", memory=memory)
+    net = nn.Linear(300, 400)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    begun: list[int] = []
+
+    def step(scale: float = 1.0) -> None:
+        fabric.backward(scale * model(torch.ones(2, 300)).sum())
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+        begun.append(hostile.engine.num_begun["in"])  # type: ignore[attr-defined]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for scale in (1.0, 1.0, float("inf"), 1.0):
+        step(scale)
+    # The first step has no states yet; those that come for the skipped one are let go by the next forward.
+    assert begun == [0, 1, 2, 3]
+    assert hostile.engine.num_begun["in"] == 3  # type: ignore[attr-defined]
 
 
 class Together(torch.optim.Optimizer):

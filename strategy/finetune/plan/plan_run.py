@@ -58,7 +58,7 @@ from thunder_memsave.ops.accumulation import (
     whole_gradient_bytes,
 )
 from thunder_memsave.optim.in_backward import UpdatesInBackward
-from thunder_memsave.optim.on_host import Kind, num_of_kinds, states_on_host
+from thunder_memsave.optim.on_host import Kind, begin_step, num_of_kinds, states_on_host
 from thunder_memsave.planner.caching_allocator.environment import NotSimulatedError
 from thunder_memsave.planner.graph import Device, StepMemory
 from thunder_memsave.planner.reserved import ReservedMemory
@@ -347,6 +347,7 @@ def _step_memory(
     memory = step_memory(
         [optimizer],
         clip=_clip,
+        before_clip=begin_step,
         accumulates=sizes.gradient_accumulation_steps > 1,
         other_bytes=own.other_bytes,
         between_bytes=own.between_bytes,
