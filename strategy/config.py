@@ -427,6 +427,11 @@ class StrategyConfig(StrategySection):
         in_fp8 = self.fp8 is not None and self.fp8.frozen_weights == "fp8"
         return in_fp8 or self.frozen_weights is not None
 
+    @property
+    def may_stream_weights(self) -> bool:
+        """Whether a plan may keep frozen weights on the host: not those of which fp8 has numbers on the device too."""
+        return self.memory.may_offload and (self.fp8 is None or self.fp8.frozen_weights == "fp8")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategySections(Section):

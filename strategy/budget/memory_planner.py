@@ -127,6 +127,8 @@ class MemoryPlanner:
         self.calls: list[PlannedCall] = []
         """Calls in the order in which they were planned."""
         self._pool_bytes = 0
+        self._joins_pay: bool | None = None
+        """Whether a step is faster for what can join kernels of backward; None: no plan of this call was tried."""
 
     def _limit_to(self, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
@@ -303,6 +305,7 @@ class MemoryPlanner:
 
     def _fitting(self, attempt: Attempt) -> Run:
         """Plan until the traces that run fit on every rank, at last with more on the host."""
+        self._joins_pay = None
         tried = best_of(
             attempt,
             self._last_resort,
@@ -362,10 +365,16 @@ class MemoryPlanner:
         too_large: list[Actions] = []
         refused: _Refused | None = None
         while True:
+            if self._joins_pay is False:
+                attempt = attempt.without_joins()
             stage("solve")
             offer = self._rank_zeros(attempt, structure, target_bytes, too_large)
             stage("simulate")
             run = self._within(attempt, offer.plan, budget_bytes, target_bytes=target_bytes)
+            if run.joins_pay is not None:
+                self._joins_pay = run.joins_pay
+            if run.joins_pay is False:  # a plan for the prices without is faster
+                continue
             tried = Tried(attempt, run, offer)
             if budget_bytes is None or target_bytes is None:
                 return tried
@@ -466,7 +475,8 @@ class MemoryPlanner:
         if plan is None or self._policy != "plan" or not attempt.joins(plan):
             return alone
         in_backward = alone.call.profile.peak_step >= alone.call.program.num_forward
-        if alone.more_bytes > 0 and not largest(int(in_backward), self._data_parallel):
+        is_in_backward = largest(int(in_backward), self._data_parallel)
+        if alone.more_bytes > 0 and self._joins_pay is not None and not is_in_backward:
             return alone  # what holds too much is the same
         assert alone.call.plan is not None
         recompute_us = alone.call.plan.recompute_us + attempt.alone_us(plan)
@@ -474,11 +484,11 @@ class MemoryPlanner:
         alone = replace(alone, call=replace(alone.call, plan=priced))
         joined = self._overlapped(attempt, plan, budget_bytes, target_bytes, joins=True)
 
-        def badness(run: Run) -> tuple[int, int]:
-            us = step_us(run.call, self.device)
-            return max(run.more_bytes, 0), largest(int(us), self._data_parallel)
-
-        return min(joined, alone, key=badness)
+        runs = (joined, alone)
+        us = [largest(int(step_us(run.call, self.device)), self._data_parallel) for run in runs]
+        lacking = [max(run.more_bytes, 0) for run in runs]
+        found = joined if (lacking[0], us[0]) <= (lacking[1], us[1]) else alone
+        return replace(found, joins_pay=us[0] < us[1])
 
     def _overlapped(
         self,

@@ -50,6 +50,7 @@ from thunder_memsave.planner.reserved import (
     reserved_bytes,
     reserved_or_reason,
 )
+from thunder_memsave.planner.riding import without_joining
 from thunder_memsave.planner.search.mixes import OffloadTerms
 from thunder_memsave.planner.simulate import Profile, simulate
 
@@ -355,6 +356,10 @@ class Attempt:
             time=time,
             joins=joined,
         )
+
+    def without_joins(self) -> Attempt:
+        """Return the call with plans of which nothing joins kernels of backward."""
+        return replace(self, graph=without_joining(self.graph))
 
     def joins(self, plan: Plan) -> Mapping[str, str]:
         """Return the values that a plan recomputes and kernels of backward can, each with a result of its kernel."""

@@ -35,6 +35,8 @@ class Run:
     """Bytes of this rank that the budget limits."""
     overlap_lacks: int = 0
     """Bytes that were lacking to overlap what runs one after the other instead; 0: nothing does."""
+    joins_pay: bool | None = None
+    """Whether a step is faster if what can join kernels of backward does; None: nothing can, or it was not tried."""
 
     @property
     def added_us(self) -> float:

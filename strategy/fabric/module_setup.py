@@ -201,7 +201,7 @@ class ModuleSetup:
             self._rates,
             self.counted.states,
             free_bytes=self._free_host_bytes,
-            streams=self.config.fp8 is None,
+            streams=self.config.may_stream_weights,
         )
 
     @property

@@ -35,12 +35,6 @@ def named_for_host(module: nn.Module, config: StrategyConfig) -> list[nn.Paramet
     patterns = config.memory.offload_weights
     if not patterns:
         return []
-    if config.fp8 is not None:
-        raise ConfigError(
-            f"{_KEY} keeps weights on the host as they are, and fp8 keeps copies of them on the device; leave one of "
-            "them out. model.frozen_weights makes weights smaller, and goes with it.",
-            key=_KEY,
-        )
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     check_patterns("offload_weights", patterns, names)
     found = _chosen(module, patterns)

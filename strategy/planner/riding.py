@@ -53,6 +53,12 @@ def with_riding(graph: TrainingGraph, fusing: Collection[int]) -> TrainingGraph:
     return replace(graph, ops=tuple(ops))
 
 
+def without_joining(graph: TrainingGraph) -> TrainingGraph:
+    """Return the graph with no operation marked that joins a kernel."""
+    ops = (replace(op, joins="", joined_bytes=0) if op.joins else op for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
+
+
 class _Riding:
     """Looks at one graph."""
 

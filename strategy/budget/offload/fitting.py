@@ -2,7 +2,7 @@
 
 Activations without updates in backward (`memory.optimizer_in_backward`), then with them. States with them first: what
 backward frees stays where it is, and it hides copies. Of states as few as are lacking, and more where that is faster;
-then all beside activations; at last frozen weights.
+then all beside activations; at last frozen weights, alone and beside activations.
 
 With `memory.offload: fastest` a part of the states is tried where a plan fits without, too: backward, which then
 updates their weights, hides copies that make room for activations.
@@ -73,20 +73,8 @@ def best_of(
         return tries.faster(first, found, resort) if resort is not None and is_choice else found
     if resort is not None and (found := tries.on_host(first, resort)) is not None:
         return found
-    if resort is not None and budget_bytes is not None and resort.streams:
-        with_weights = streaming(
-            first,
-            lambda attempt: largest(about_bytes(attempt), data_parallel),
-            budget_bytes=budget_bytes,
-            host_bytes=-largest(-resort.host_bytes, data_parallel),
-        )
-        for attempt, lack in with_weights:
-            tried = best(attempt)
-            if tried.run.more_bytes <= 0:
-                resort.take(attempt)
-                return tried
-            tries.refused.append(tried)
-            lack(tried.run.more_bytes)
+    if resort is not None and (found := tries.with_weights(first, resort)) is not None:
+        return found
     return _smallest(tries.refused or [best(tries.hopeless[-1])])
 
 
@@ -134,6 +122,32 @@ class _Tries:
         if found is not None and both is not None:
             resort.take(both)
         return found
+
+    def with_weights(self, first: Attempt, resort: LastResort) -> Tried | None:
+        """Try a call with frozen weights of more and more layers there, then beside activations; None: none fits."""
+        if self.budget_bytes is None or not resort.streams:
+            return None
+        for attempt in (first, self._agreed(resort.with_activations(first))):
+            if attempt is not None and (found := self._streaming(attempt, resort)) is not None:
+                return found
+        return None
+
+    def _streaming(self, first: Attempt, resort: LastResort) -> Tried | None:
+        assert self.budget_bytes is not None
+        attempts = streaming(
+            first,
+            lambda attempt: largest(self.about_bytes(attempt), self.data_parallel),
+            budget_bytes=self.budget_bytes,
+            host_bytes=-largest(-resort.host_bytes, self.data_parallel),
+        )
+        for attempt, lack in attempts:
+            tried = self.best(attempt)
+            if tried.run.more_bytes <= 0:
+                resort.take(attempt)
+                return tried
+            self.refused.append(tried)
+            lack(tried.run.more_bytes)
+        return None
 
     def faster(self, first: Attempt, found: Tried, resort: LastResort) -> Tried:
         """Return a plan with a part of the states on the host, if a step is faster, or the one that was found.

@@ -17,6 +17,7 @@ from thunder_memsave.fp8.compute.operators import BLOCK
 from thunder_memsave.fp8.kernels.mx_blocks import MX_BLOCK
 from thunder_memsave.fp8.kernels.nvfp4_blocks import NVFP4_BLOCK
 from thunder_memsave.fp8.recipe import Recipe
+from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.sharding.rows import fill_meta, shard_module
 from thunder_memsave.sharding.sharded_parameter import is_sharded
 
@@ -55,7 +56,8 @@ def stand_in_fp8(linears: Fp8Linears) -> None:
     for linear in linears.by_name.values():
         shape = linear.linear.weight.shape
         is_copied = linear.is_frozen and not linear.is_kept_in_fp8
-        if is_copied and not is_sharded(linear.linear.weight):
+        weight = linear.linear.weight
+        if is_copied and not is_sharded(weight) and place_of(weight) is None:
             is_nvfp4, transposed = recipe.scaling == "nvfp4", torch.Size(shape[::-1])
             linear.take_frozen(
                 _numbers(shape, recipe),

@@ -65,7 +65,7 @@ class RunPlanner(MemoryPlanner):
                 device,
                 states,
                 free_bytes=device.host_memory_bytes,
-                streams=strategy.fp8 is None,
+                streams=strategy.may_stream_weights,
             ),
             updates=updates,
         )

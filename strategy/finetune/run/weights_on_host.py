@@ -38,10 +38,10 @@ def layers_on_host(
     Raises:
         BudgetError: no plan was found at all.
     """
-    if budget_bytes is None or not config.memory.may_offload or config.memory.offload_weights:
+    strategy = config.of_strategy
+    if budget_bytes is None or not strategy.may_stream_weights or config.memory.offload_weights:
         return (), ""
-    of_rank = frozen_bytes(config, model) // num_shards(config.of_strategy, num_ranks)
-    if config.fp8 is not None or of_rank <= _MUCH * budget_bytes:
+    if frozen_bytes(config, model) // num_shards(strategy, num_ranks) <= _MUCH * budget_bytes:
         return (), ""
     memory = replace(
         config.memory, budget=BytesOrFraction(budget_bytes), reserve=type(config.memory)().reserve

@@ -21,6 +21,7 @@ from thunder_memsave.fp8.scaling import ScalingState, reduce_amax, update_scales
 from thunder_memsave.fp8.weights.frozen import FrozenInFp8, scale_inv_of
 from thunder_memsave.fp8.weights.layers import Choice, choose, feature_multiple, report
 from thunder_memsave.fp8.weights.loaded import refuse_other_numbers
+from thunder_memsave.ops.host_copies.weights import place_of
 from thunder_memsave.settings.problems import ConfigError
 from thunder_memsave.sharding.sharded_parameter import is_sharded, unquantized_dtype
 
@@ -150,14 +151,15 @@ class Fp8Linear:
             transposed: Whether the input needs a gradient.
         """
         found: list[StatePart] = []
+        weight = self.linear.weight
         if self.state is not None:
             found += ["forward_scale", "forward_amax_history"]
             if training:
                 found += ["backward_scale", "backward_amax_history"]
         if self.is_kept_in_fp8:
             found.append("weight_scale_inv")
-        # The trace gathers a sharded weight, and quantises it there.
-        elif self.is_frozen and not is_sharded(self.linear.weight):
+        # The trace gathers a sharded weight, or fetches one from the host, and quantises it there.
+        elif self.is_frozen and not is_sharded(weight) and place_of(weight) is None:
             found += ["weight", "weight_scale_inv"]
             if self._recipe.scaling == "nvfp4":
                 found.append("weight_amax")

@@ -17,6 +17,7 @@ from thunder_memsave.fp8.recipe import Recipe
 from thunder_memsave.fp8.weights.layers import Choice
 from thunder_memsave.fp8.weights.loaded import SCALE_NAME
 from thunder_memsave.fp8.weights.rows import Rows, shape_of_scales
+from thunder_memsave.ops.host_copies.weights import keep_on_host, place_of
 from thunder_memsave.sharding.quantized_parameter import hold_fp8
 from thunder_memsave.sharding.rows import whole_shape
 from thunder_memsave.stored_weights.walk import (
@@ -124,6 +125,8 @@ class FrozenInFp8(FrozenWeights):
         values, scale_inv = rows.quantized(amax, self._recipe)
         hold_fp8(kept.weight, values, name=kept.name)
         _hold_scale(kept.linears, scale_inv)
+        if (place := place_of(kept.weight)) is not None:
+            keep_on_host(kept.weight, place)
 
     def stand_in(self) -> None:
         """Replace all weights by storage-less fp8 numbers; for a plan, whose weights have no values."""

@@ -72,9 +72,11 @@ def weights_on_host(program: Program) -> Mapping[tuple[str, int | None], int]:
         op = step.op
         if op.symbol == FETCH:
             sizes[op.results[0]] = op.copied_bytes
-        for name in op.arguments:
+        for number, name in enumerate(op.arguments):
             if name in sizes:  # the wait for it
                 fetch_of[op.results[0]] = name
+            elif name in fetch_of and not op.module:  # a gather of it, and the wait for that
+                fetch_of[op.results[min(number, len(op.results) - 1)]] = fetch_of.pop(name)
             elif name in fetch_of:
                 match = _LAYER.match(op.module)
                 where = (match[1], int(match[2])) if match else (op.module, None)
