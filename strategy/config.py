@@ -137,7 +137,7 @@ class MemoryConfig(Section):
 
     offload_weights: tuple[str, ...] = ()
     """Names of modules, or patterns such as `model.layers.1?`: their large frozen weights stay in page-locked memory
-    of the host, and are copied to the device for each use, beside what computes. For one process, without fp8."""
+    of the host, and are copied to the device for each use, beside what computes. Of sharded ones this rank's rows."""
 
     optimizer_in_backward: Literal["auto"] | bool = False
     """Update each parameter in backward, as soon as its gradient is there, so that the gradients of all are never there

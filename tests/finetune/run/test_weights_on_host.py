@@ -89,14 +89,18 @@ def test_validate_refuses_what_a_run_would(
     assert "raise it, name fewer modules, or make weights smaller" in capsys.readouterr().err
 
 
-def test_several_processes_shard_instead(
+def test_shards_of_several_processes_stay_on_their_hosts(
     one_layer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = written(tmp_path / "run", one_layer, memory=ON_HOST)
-    assert (
-        main(["plan", file, "--device=h200", "--world-size=2", "--train.micro_batch_size=1"]) == 2
-    )
-    assert "memory.offload_weights is for one process, and there are 2" in capsys.readouterr().err
+    options = ["--device=h200", "--host-memory=8GiB", "--train.micro_batch_size=1"]
+    said = []
+    for size in (1, 2):
+        assert main(["plan", file, *options, f"--world-size={size}"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        said += [line for line in lines if "of frozen weights, of layer 0 of base_model." in line]
+    alone, shared = (float(line.split()[3]) for line in said)
+    assert shared == alone / 2
 
 
 def test_what_a_device_cannot_hold_is_known_before_it_is_loaded(tmp_path: Path) -> None:
@@ -114,17 +118,15 @@ def test_what_a_device_cannot_hold_is_known_before_it_is_loaded(tmp_path: Path) 
     assert "of frozen weights, of layer" in line
 
 
-@pytest.mark.parametrize("others", [{"num_ranks": 2}, {"fp8": {}}])
-def test_plans_of_several_ranks_or_with_fp8_leave_weights_where_they_are(
-    one_layer: Path, tmp_path: Path, others: dict[str, Any]
+def test_a_plan_with_fp8_copies_leaves_weights_where_they_are(
+    one_layer: Path, tmp_path: Path
 ) -> None:
-    num_ranks = others.pop("num_ranks", 1)
     memory = {"limits": "tensors", "budget": 2**26}  # cuBLAS's workspaces alone
     config = load_run_config(
-        written(tmp_path / "run", one_layer, memory=memory, **others),
+        written(tmp_path / "run", one_layer, memory=memory, fp8={}),
         ["--train.micro_batch_size=1"],
     )
     h200 = replace(device("h200"), host_memory_bytes=2**33)
-    made = plan_run(config, device=h200, num_ranks=num_ranks, has_curve=False)
+    made = plan_run(config, device=h200, num_ranks=1, has_curve=False)
     assert not made.fits
     assert not weights_shown(made.call.program)
