@@ -40,7 +40,7 @@ from thunder_memsave.passes.overlap.room import NO_ROOM, Room
 from thunder_memsave.passes.step import S, Step
 from thunder_memsave.passes.symbols import is_joint
 from thunder_memsave.planner.actions import Actions
-from thunder_memsave.planner.cost import costs_us
+from thunder_memsave.planner.cost import costs_us, forward_and_backward_us
 from thunder_memsave.planner.graph import Device, Plan, StepMemory
 from thunder_memsave.planner.order import generator_state_bytes
 from thunder_memsave.planner.search.mixes import OffloadTerms
@@ -371,10 +371,10 @@ class MemoryPlanner:
             offer = self._rank_zeros(attempt, structure, target_bytes, too_large)
             stage("simulate")
             run = self._within(attempt, offer.plan, budget_bytes, target_bytes=target_bytes)
-            if run.joins_pay is not None:
+            if self._joins_pay is None and run.joins_pay is not None:
                 self._joins_pay = run.joins_pay
-            if run.joins_pay is False:  # a plan for the prices without is faster
-                continue
+                if not run.joins_pay:  # a plan for the prices without is faster
+                    continue
             tried = Tried(attempt, run, offer)
             if budget_bytes is None or target_bytes is None:
                 return tried
@@ -426,7 +426,7 @@ class MemoryPlanner:
 
     def _added_us(self, run: Run) -> int:
         """Return the time that a plan adds to a step, the most of all ranks."""
-        return largest(int(run.added_us), self._data_parallel)
+        return self._most_us(run.added_us)
 
     def _fuller(
         self,
@@ -485,10 +485,15 @@ class MemoryPlanner:
         joined = self._overlapped(attempt, plan, budget_bytes, target_bytes, joins=True)
 
         runs = (joined, alone)
-        us = [largest(int(step_us(run.call, self.device)), self._data_parallel) for run in runs]
+        us = [self._most_us(step_us(run.call, self.device)) for run in runs]
         lacking = [max(run.more_bytes, 0) for run in runs]
         found = joined if (lacking[0], us[0]) <= (lacking[1], us[1]) else alone
-        return replace(found, joins_pay=us[0] < us[1])
+        computed = [forward_and_backward_us(run.call.program, self.device) for run in runs]
+        return replace(found, joins_pay=self._most_us(computed[0]) < self._most_us(computed[1]))
+
+    def _most_us(self, us: float) -> int:
+        """Return the most of all ranks. A collective."""
+        return largest(int(us), self._data_parallel)
 
     def _overlapped(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from thunder_memsave.budget.pins import any_matches, check_patterns, with_ancestors
 from thunder_memsave.config import StrategyConfig
+from thunder_memsave.ops.host_copies.buffers import is_dense
 from thunder_memsave.ops.host_copies.weights import (
     keep_on_host,
     mark,
@@ -53,7 +54,9 @@ def _chosen(module: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
         if not any_matches(patterns, tuple(with_ancestors(name)) or ("",)):
             continue
         for p in owner._parameters.values():
-            if p is not None and not p.requires_grad and p.nbytes >= LEAST_BYTES:
+            if p is None or p.requires_grad or p.nbytes < LEAST_BYTES:
+                continue
+            if is_dense(p):  # others would come back with other strides
                 found[id(p)] = p
     return list(found.values())
 

@@ -63,7 +63,14 @@ class HostCopyRules:
         """What is copied is no memory of the device, so nothing is held."""
         copied = self._in(bsym, weight)
         nbytes = weight.layout.storage_bytes
-        return replace(copied, held=frozenset(), copied_bytes=nbytes, key=f"{FETCH} {nbytes}")
+        made = _of_result(bsym)._replace(stride=weight.layout.stride)
+        return replace(
+            copied,
+            results=(Value(made, 1),),
+            held=frozenset(),
+            copied_bytes=nbytes,
+            key=f"{FETCH} {nbytes}",
+        )
 
     def _fetch_states(self, bsym: BoundSymbol) -> OpProfile:
         """What is allocated is the optimizer's, each state by itself; its sum is known."""

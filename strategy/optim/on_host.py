@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thunder_memsave.ops.host_copies.buffers import bytes_of, is_dense
 from thunder_memsave.ops.host_copies.engine import Host, host_of
 from thunder_memsave.optim.by_rows import ByRows
 from thunder_memsave.optim.changed_class import change_class
@@ -248,6 +249,14 @@ class Copy:
     state: dict[str, Any]
     key: str
     result: Any
+    source: Any
+    version: int
+    """Of the source, when the copy began."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether what it copies has not changed, by hand, since it began."""
+        return self.state.get(self.key) is self.source and _version_of(self.source) == self.version
 
     def end(self) -> None:
         """Wait for it, and put its result into the optimizer's state."""
@@ -260,7 +269,8 @@ def _take_begun(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[Copy]
     if optimizer not in _begun:
         return False
     parameters, copies = _begun[optimizer]
-    if list(map(id, parameters)) != list(map(id, piece)):  # others have gradients by now
+    is_same = list(map(id, parameters)) == list(map(id, piece))  # others may have gradients by now
+    if not is_same or not all(copy.is_current for copy in copies):
         _forget(optimizer)
         return False
     begun += copies
@@ -324,8 +334,8 @@ def begin_in(optimizer: Optimizer, piece: Sequence[Tensor], begun: list[Copy]) -
             made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=p.device)
             wait = _at_once
             if lease is not None:
-                wait = host_of(p.device).engine.begin(lease, _bytes_of(made), "in")
-            begun.append(Copy(wait, state, key, made))
+                wait = host_of(p.device).engine.begin(lease, bytes_of(made), "in")
+            begun.append(Copy(wait, state, key, made, value, _version_of(value)))
 
 
 def begin_out(optimizer: StatesOnHost, piece: Sequence[Tensor], begun: list[Copy]) -> None:
@@ -337,28 +347,19 @@ def begin_out(optimizer: StatesOnHost, piece: Sequence[Tensor], begun: list[Copy
                 continue
             if isinstance(value, FakeTensor):
                 absent = _Absent(value.shape, value.stride(), value.dtype)
-                begun.append(Copy(_at_once, state, key, absent))
+                begun.append(Copy(_at_once, state, key, absent, value, 0))
                 continue
             host = host_of(p.device)
             kept = _in_buffer(value, host)
-            wait = host.engine.begin(_bytes_of(value), _leases[kept], "out")
-            begun.append(Copy(wait, state, key, kept))
+            wait = host.engine.begin(bytes_of(value), _leases[kept], "out")
+            begun.append(Copy(wait, state, key, kept, value, 0))
 
 
 def _is_to_go(value: Any) -> bool:
     """Tell whether a value of a state is one that stays on the host, and is not there yet."""
     if not isinstance(value, Tensor) or _lease_of(value) is not None:
         return False
-    return value.nbytes >= LEAST_BYTES and _is_dense(value)
-
-
-def _is_dense(value: Tensor) -> bool:
-    """Tell whether a tensor's elements lie one after the other, in any order of its dims, with nothing between."""
-    if value.layout != torch.strided:
-        return False
-    strides = value.stride()
-    outermost_first = sorted(range(value.dim()), key=lambda dim: -strides[dim])
-    return value.permute(outermost_first).is_contiguous()
+    return value.nbytes >= LEAST_BYTES and is_dense(value)
 
 
 def _in_buffer(value: Tensor, host: Host) -> Tensor:
@@ -374,9 +375,9 @@ def _lease_of(value: Any) -> Tensor | None:
     return _leases.get(value) if isinstance(value, Tensor) else None
 
 
-def _bytes_of(value: Tensor) -> Tensor:
-    """Return a dense tensor's bytes, in the order of its memory."""
-    return value.detach().as_strided((value.numel(),), (1,)).view(torch.uint8)
+def _version_of(value: Any) -> int:
+    """Return a number that grows with each write to a tensor; 0 of what has none."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _at_once() -> None:

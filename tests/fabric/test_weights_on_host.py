@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.copy_engines import hostile_copies
 from harness.effort import little_effort
+from harness.fabric import make_fabric
 from harness.host_weights import HostWeightsRun as Run
 from harness.host_weights import small_host_weights
 from harness.memory import measured_memory
@@ -95,6 +96,44 @@ def assert_peak(run: Run, held_bytes: int) -> None:
         run.optimizer.step()
 
     assert run.peak_bytes == held_bytes + measured_memory(step).peak_bytes
+
+
+class OtherStrides(nn.Module):
+    """Frozen weights in other orders of memory, one with gaps, and a trained layer before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trained = nn.Linear(64, 64)
+        self.conv = nn.Conv2d(64, 64, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.transposed = nn.Parameter(torch.randn(64, 64).t())
+        self.gaps = nn.Parameter(torch.randn(64, 128)[:, ::2])
+        for p in (*self.conv.parameters(), self.transposed, self.gaps):
+            p.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = (self.trained(x) @ self.transposed @ self.gaps).view(-1, 64, 8, 8)
+        return self.conv(images)
+
+
+def test_weights_keep_their_strides() -> None:
+    results = []
+    for memory in ({}, {"offload_weights": ("*",), "host_budget": 2**28}):
+        fabric = make_fabric(memory=memory, sharding="none")
+        net = OtherStrides()
+        strides = [p.stride() for p in net.parameters()]
+        model, _ = fabric.setup(net, torch.optim.SGD(net.trained.parameters(), lr=0.1))
+        output = model(torch.linspace(-1, 1, 128 * 64).view(128, 64))
+        fabric.backward(output.square().mean())
+        assert [p.stride() for p in net.parameters()] == strides
+        assert net.trained.weight.grad is not None
+        results.append((output.stride(), output.detach(), net.trained.weight.grad))
+    assert place_of(net.conv.weight) is not None
+    assert place_of(net.transposed) is not None
+    assert place_of(net.gaps) is None  # a copy of it would have none
+    here, there = results
+    assert here[0] == there[0]
+    assert all(map(torch.equal, here[1:], there[1:]))
 
 
 def test_meta_weights_are_filled_on_the_host() -> None:

@@ -109,6 +109,28 @@ def within(part: float) -> Ran:
     return step(GatedModel, {"x": X}, fusion=True, policy="plan", budget_bytes=budget_bytes)
 
 
+def within_alone(part: float) -> Ran:
+    """The same where what joins kernels would hold too much."""
+    run = Attempt.run
+
+    def larger(attempt: Attempt, *args: Any, joins: bool = False) -> PlannedCall:
+        call = run(attempt, *args, joins=joins)
+        more = 10**9 if joins else 0
+        profile = replace(call.profile, peak_bytes=call.profile.peak_bytes + more)
+        return replace(call, profile=profile)
+
+    with patch.object(Attempt, "run", larger):
+        return within(part)
+
+
+def test_where_joining_is_not_faster_the_plan_does_not_count_on_it() -> None:
+    with patch.object(joint_steps, "recompute_in_kernels", lambda trace, joins: trace):
+        found = within(0.2)
+    assert not found.call.joins
+    assert not any(op.joins for op in found.call.graph.ops)
+    assert all(map(torch.equal, found.bits, all_kept().bits))
+
+
 def test_what_joins_a_kernel_has_the_same_bits_and_the_bytes_predicted() -> None:
     found, kept = within(0.2), all_kept()
     assert found.call.joins
@@ -119,9 +141,7 @@ def test_what_joins_a_kernel_has_the_same_bits_and_the_bytes_predicted() -> None
 
 
 def test_a_product_that_joins_is_one_more_result_of_a_region_and_costs_its_own_bytes() -> None:
-    with patch.object(joint_steps, "recompute_in_kernels", lambda trace, joins: trace):
-        alone = within(0.2)
-    found = within(0.2)
+    alone, found = within_alone(0.2), within(0.2)
     of_product = 4 * X_BYTES
     assert found.call.plan is not None
     assert alone.call.plan is not None
@@ -137,17 +157,7 @@ def test_a_product_that_joins_is_one_more_result_of_a_region_and_costs_its_own_b
 
 
 def test_where_joining_holds_too_much_nothing_joins_and_the_time_is_of_that() -> None:
-    run = Attempt.run
-
-    def larger(attempt: Attempt, *args: Any, joins: bool = False) -> PlannedCall:
-        call = run(attempt, *args, joins=joins)
-        more = 10**9 if joins else 0
-        profile = replace(call.profile, peak_bytes=call.profile.peak_bytes + more)
-        return replace(call, profile=profile)
-
-    joined = within(0.2)
-    with patch.object(Attempt, "run", larger):
-        found = within(0.2)
+    joined, found = within(0.2), within_alone(0.2)
     assert not found.call.joins
     assert all(map(torch.equal, found.bits, joined.bits))
     assert found.call.plan is not None

@@ -248,9 +248,27 @@ def _of_a_copy(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     copied.step()
 
 
+def _with_another_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def _with_a_state_written(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
 @pytest.mark.parametrize(
     "change",
-    [_as_it_is, _with_other_gradients, _after_a_load, _after_another_forward, _of_a_copy],
+    [
+        _as_it_is,
+        _with_other_gradients,
+        _after_a_load,
+        _after_another_forward,
+        _of_a_copy,
+        _with_another_state,
+        _with_a_state_written,
+    ],
 )
 def test_a_step_whose_first_states_come_before_it_has_the_same_bits(
     change: Callable[[nn.Module, torch.optim.Optimizer], None], hostile: Host

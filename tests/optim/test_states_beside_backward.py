@@ -236,7 +236,7 @@ def test_memory_that_is_copied_to_stays_until_a_dropped_copy_has_ended() -> None
 
     def copy_of(result: Tensor) -> Copy:
         known = weakref.ref(result)
-        return Copy(lambda: alive.append(known() is not None), {}, "exp_avg", result)
+        return Copy(lambda: alive.append(known() is not None), {}, "exp_avg", result, None, 0)
 
     copies = [copy_of(torch.zeros(4)) for _ in range(2)]
     drop(copies)

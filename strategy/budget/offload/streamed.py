@@ -15,6 +15,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 
 from thunder_memsave.budget.planned_call import Attempt
+from thunder_memsave.ops.host_copies.buffers import is_dense
 from thunder_memsave.passes.fetch_weights import fetch_weights
 from thunder_memsave.passes.regather import regather_forward
 from thunder_memsave.passes.symbols import written_in_place
@@ -43,6 +44,7 @@ def layers_of(attempt: Attempt) -> list[Layer]:
         if isinstance(a, TensorProxy) and not a.requires_grad and a.name not in written
         if attempt.arguments.kinds.get(a.name) == "parameter"
         if graph.storages[graph.storage_of[a.name]].nbytes >= LEAST_BYTES
+        if (tensor := attempt.arguments.tensors.get(a.name)) is None or is_dense(tensor.data)
     }
     readers: dict[int, set[str]] = {storage: set() for storage in frozen}
     weight_of = {storage: storage for storage in frozen}

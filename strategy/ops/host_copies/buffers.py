@@ -21,6 +21,20 @@ from torch import Tensor
 from thunder_memsave.errors import HostMemoryError
 
 
+def is_dense(value: Tensor) -> bool:
+    """Tell whether a tensor's elements lie one after the other, in any order of its dims, with nothing between."""
+    if value.layout != torch.strided:
+        return False
+    strides = value.stride()
+    outermost_first = sorted(range(value.dim()), key=lambda dim: -strides[dim])
+    return value.permute(outermost_first).is_contiguous()
+
+
+def bytes_of(value: Tensor) -> Tensor:
+    """Return a dense tensor's bytes, in the order of its memory."""
+    return value.detach().as_strided((value.numel(),), (1,)).view(torch.uint8)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Buffer:
     memory: mmap.mmap

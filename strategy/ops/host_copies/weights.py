@@ -19,6 +19,7 @@ from thunder.core.trace import TraceCtx
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor, nn
 
+from thunder_memsave.ops.host_copies.buffers import bytes_of, is_dense
 from thunder_memsave.ops.host_copies.engine import begin, host_of, wait
 from thunder_memsave.planner.graph import FETCH
 
@@ -56,7 +57,8 @@ def keep_on_host(p: nn.Parameter, place: torch.device) -> None:
     values = p.data  # a plain tensor: a sharded weight's rows on this rank
     if values.untyped_storage().nbytes() and not _is_there(p):  # in a plan it has no memory
         lease = host_of(place).weights.take(values.nbytes)
-        kept = lease.view(values.dtype).view(values.shape)
+        strides = (values if is_dense(values) else values.contiguous()).stride()
+        kept = lease.view(values.dtype).as_strided(values.shape, strides)
         kept.copy_(values)
         p.data = kept
         setattr(p, _ADDRESS, kept.data_ptr())
@@ -101,13 +103,11 @@ class _Arriving:
 
 
 def _fetch(weight: Tensor, place: str) -> tuple[_Arriving, Tensor]:
-    target = torch.empty(weight.shape, dtype=weight.dtype, device=place)
-    begin(_bytes_of(weight), _bytes_of(target), "in")
+    if not is_dense(weight):  # it was exchanged by hand
+        weight = weight.detach().contiguous()
+    target = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=place)
+    begin(bytes_of(weight), bytes_of(target), "in")
     return _Arriving(target), target
-
-
-def _bytes_of(weight: Tensor) -> Tensor:
-    return weight.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _coming(weight: TensorProxy, place: str) -> FutureTensorProxy:
