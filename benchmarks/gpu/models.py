@@ -132,8 +132,12 @@ def ours(
     micro_batches: int = 1,
     cuda_graphs: bool = False,
     fusion: Literal["auto"] | bool = "auto",
+    max_norm: float | None = None,
 ) -> Ours:
-    """Set a model up; the loss is the model's own, so the plan covers it. A step has AdamW, fused."""
+    """Set a model up; the loss is the model's own, so the plan covers it. A step has AdamW, fused.
+
+    With `max_norm` gradients are clipped to it before.
+    """
     from lightning.fabric import Fabric
 
     strategy = ThunderMemsaveStrategy(
@@ -148,6 +152,8 @@ def ours(
         for number in range(micro_batches):
             with fabric.no_backward_sync(module, enabled=number + 1 < micro_batches):
                 fabric.backward(module(input_ids=ids, labels=ids).loss)
+        if max_norm is not None:
+            fabric.clip_gradients(module, optimizer, max_norm=max_norm)
         optimizer.step()
         optimizer.zero_grad()
 

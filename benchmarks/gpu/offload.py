@@ -72,9 +72,10 @@ def bandwidth(target: Target) -> Measured:
 
 @unfilled_choice()
 def optimizer_states(target: Target) -> Measured:
-    """Take the same steps with states on the device and on the host."""
-    device = _run(target, {"policy": "keep_all"})
-    host = _run(target, {"policy": "keep_all", "offload": "optimizer", **_host(target)})
+    """Take the same steps with states on the device and on the host; the first of those come during the clipping."""
+    run = partial(_run, target, max_norm=1.0)
+    device = run({"policy": "keep_all"})
+    host = run({"policy": "keep_all", "offload": "optimizer", **_host(target)})
     _require_same_bits(device, host)
     line = f"device {_shown(device)}; host {_shown(host)}"
     _require_predicted(target, host, line)
@@ -121,14 +122,14 @@ def activations(target: Target) -> Measured:
 
 
 @unfilled_choice()
-def frozen_weights(target: Target) -> Measured:
+def frozen_weights(target: Target, *, fp8: Mapping[str, Any] | None = None) -> Measured:
     """Take the same steps of adapters with the frozen weights of all layers on the device and on the host."""
     keep: dict[str, Any] = {"policy": "keep_all"}
     layers = {**keep, "offload_weights": ("*.layers",), **_host(target)}
-    device = _run(target, keep, change=with_lora)
+    device = _run(target, keep, change=with_lora, fp8=fp8)
     least = LEAST_BYTES if target.is_cuda else 1024  # those of a tiny model are small
     with patch.object(host_weights, "LEAST_BYTES", least):
-        host = _run(target, layers, change=with_lora)
+        host = _run(target, layers, change=with_lora, fp8=fp8)
     _require_same_bits(device, host)
     line = f"device {_shown(device)}; host {_shown(host)}"
     require(host.predicted_bytes < device.predicted_bytes, f"nothing is saved: {line}")
@@ -180,14 +181,17 @@ class _Run:
 
 
 def _run(
-    target: Target, memory: Mapping[str, Any], change: Callable[[Any], Any] = lambda model: model
+    target: Target,
+    memory: Mapping[str, Any],
+    change: Callable[[Any], Any] = lambda model: model,
+    **settings: Any,
 ) -> _Run:
     free(target)
     torch.manual_seed(0)
     length = LENGTH if target.is_cuda else 64
     model: Any = llama(llama_8b(LAYERS), target, length=length)
     ids = token_ids(model, target, rows=1, length=length)
-    return _Run(ours(change(model), ids, target, memory=memory), target)
+    return _Run(ours(change(model), ids, target, memory=memory, **settings), target)
 
 
 def _host(target: Target) -> dict[str, Any]:
@@ -209,12 +213,13 @@ def _require_predicted(target: Target, run: _Run, line: str) -> None:
         require(abs(error) <= LIMIT, f"the peak is {error:+.1%} from the prediction: {line}")
 
 
-_RUNS = {
+_RUNS: Mapping[str, Callable[[Target], Measured]] = {
     "optimizer states": optimizer_states,
     "optimizer states in backward": states_beside_backward,
     "activations": activations,
     "activations in fp8 instead": compressed,
     "frozen weights": frozen_weights,
+    "frozen weights in fp8": partial(frozen_weights, fp8={"recipe": "current"}),
 }
 
 CHECKS = [
