@@ -23,15 +23,14 @@ _KEY = "memory.offload_weights"
 
 
 def named_for_host(module: nn.Module, config: StrategyConfig) -> list[nn.Parameter]:
-    """Return the frozen weights that `memory.offload_weights` names.
+    """Return the frozen weights that `memory.offload_weights` names, but for those with gaps between their elements.
 
     Args:
         module: The model, wholly or partly on meta.
         config: The strategy's settings.
 
     Raises:
-        ConfigError: a pattern names no module, or modules without large frozen weights; or there is
-            fp8.
+        ConfigError: a pattern names no module, or modules without large frozen weights.
     """
     patterns = config.memory.offload_weights
     if not patterns:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+import torch.distributed as dist
 from torch import nn
 
 from thunder_memsave.finetune.plan.plan_run import plan_run
@@ -28,6 +32,8 @@ def layers_on_host(
 ) -> tuple[tuple[str, ...], str]:
     """Return the modules whose frozen weights are to stay on the host, and a line that says so; nothing if all fit.
 
+    In a process that has a process group, another process plans.
+
     Args:
         config: A run.
         model: Its model, on meta.
@@ -47,7 +53,22 @@ def layers_on_host(
         config.memory, budget=BytesOrFraction(budget_bytes), reserve=type(config.memory)().reserve
     )
     asked = replace(config, memory=memory)
-    made = plan_run(asked, device=device, num_ranks=num_ranks, has_curve=False)
+    if not dist.is_initialized():
+        return _planned(asked, device, num_ranks)
+    # A plan has a process group of its own.
+    plain = replace(device, flops_per_s=dict(device.flops_per_s))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_ignore_interrupts) as pool:
+        return pool.submit(_planned, asked, plain, num_ranks).result()
+
+
+def _ignore_interrupts() -> None:
+    """Leave Ctrl-C to the process that asked."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _planned(config: RunConfig, device: Device, num_ranks: int) -> tuple[tuple[str, ...], str]:
+    made = plan_run(config, device=device, num_ranks=num_ranks, has_curve=False)
     found = weights_on_host(made.call.program) if made.fits else {}
     names = [name if number is None else f"{name}.{number}" for name, number in found]
     return tuple(names), " ".join(weights_shown(made.call.program)) if names else ""

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from harness.host_weights import small_host_weights
@@ -115,6 +116,29 @@ def test_what_a_device_cannot_hold_is_known_before_it_is_loaded(tmp_path: Path) 
         names, line = layers_on_host(config, model, h200, needed.smallest_bytes - nbytes // 9)
     assert 0 < len(names) <= 2
     assert all(name.startswith("base_model.model.model.layers.") for name in names)
+    assert "of frozen weights, of layer" in line
+
+
+@pytest.mark.soak
+def test_a_rank_plans_in_another_process(tmp_path: Path) -> None:
+    """A plan for ranks has a process group, and so has the rank."""
+    wide = write_model(
+        tmp_path / "model", num_hidden_layers=2, hidden_size=256, intermediate_size=512
+    )
+    memory = {"limits": "tensors", "offload": "auto"}
+    config = load_run_config(
+        written(tmp_path / "run", wide, memory=memory), ["--train.micro_batch_size=1"]
+    )
+    model, h200 = describe_model(config), replace(device("h200"), host_memory_bytes=2**33)
+    needed = plan_run(config, device=h200, num_ranks=2, has_curve=False)
+    budget_bytes = needed.smallest_bytes - 2**17
+    with patch.object(weights_on_host, "_MUCH", 0.0):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            names, line = layers_on_host(config, model, h200, budget_bytes, num_ranks=2)
+        finally:
+            dist.destroy_process_group()
+    assert 0 < len(names) <= 2
     assert "of frozen weights, of layer" in line
 
 
