@@ -488,8 +488,11 @@ class MemoryPlanner:
         us = [self._most_us(step_us(run.call, self.device)) for run in runs]
         lacking = [max(run.more_bytes, 0) for run in runs]
         found = joined if (lacking[0], us[0]) <= (lacking[1], us[1]) else alone
-        computed = [forward_and_backward_us(run.call.program, self.device) for run in runs]
-        return replace(found, joins_pay=self._most_us(computed[0]) < self._most_us(computed[1]))
+        computed = [
+            self._most_us(forward_and_backward_us(run.call.program, self.device)) for run in runs
+        ]
+        pays = None if computed[0] == computed[1] else computed[0] < computed[1]
+        return replace(found, joins_pay=pays)
 
     def _most_us(self, us: float) -> int:
         """Return the most of all ranks. A collective."""

@@ -36,7 +36,7 @@ class Run:
     overlap_lacks: int = 0
     """Bytes that were lacking to overlap what runs one after the other instead; 0: nothing does."""
     joins_pay: bool | None = None
-    """Whether a step computes faster if what can join kernels of backward does; None: that was not tried."""
+    """Whether a step computes faster if what can join kernels of backward does; None: as fast, or not tried."""
 
     @property
     def added_us(self) -> float:
