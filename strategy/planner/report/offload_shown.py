@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from thunder_memsave.planner.graph import FETCH, Device, Program, StepMemory
+from thunder_memsave.planner.graph import FETCH, Device, Op, Program, StepMemory
 from thunder_memsave.planner.offload.engines import CopyRates, StepTime
 from thunder_memsave.planner.report.explain import in_units
 
@@ -68,6 +68,11 @@ def weights_on_host(program: Program) -> Mapping[tuple[str, int | None], int]:
     sizes: dict[str, int] = {}
     fetch_of: dict[str, str] = {}
     found: dict[tuple[str, int | None], int] = {}
+
+    def is_weight(op: Op) -> bool:
+        """Tell whether an operation gathers or casts weights, waits for them, or returns a view."""
+        return all(program.storages[s].kind == "gathered" for s in op.makes)
+
     for step in program.steps[: program.num_forward]:
         op = step.op
         if op.symbol == FETCH:
@@ -75,7 +80,7 @@ def weights_on_host(program: Program) -> Mapping[tuple[str, int | None], int]:
         for number, name in enumerate(op.arguments):
             if name in sizes:  # the wait for it
                 fetch_of[op.results[0]] = name
-            elif name in fetch_of and not op.module:  # a gather of it, and the wait for that
+            elif name in fetch_of and is_weight(op):  # in the module of what runs before it
                 fetch_of[op.results[min(number, len(op.results) - 1)]] = fetch_of.pop(name)
             elif name in fetch_of:
                 match = _LAYER.match(op.module)

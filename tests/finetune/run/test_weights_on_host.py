@@ -91,15 +91,18 @@ def test_validate_refuses_what_a_run_would(
 
 
 def test_shards_of_several_processes_stay_on_their_hosts(
-    one_layer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = written(tmp_path / "run", one_layer, memory=ON_HOST)
+    """Those of a layer are gathered before it, and said to be its own."""
+    two_layers = write_model(tmp_path / "model", num_hidden_layers=2)
+    memory = {**ON_HOST, "offload_weights": ["*.layers.1"]}
+    file = written(tmp_path / "run", two_layers, memory=memory)
     options = ["--device=h200", "--host-memory=8GiB", "--train.micro_batch_size=1"]
     said = []
     for size in (1, 2):
         assert main(["plan", file, *options, f"--world-size={size}"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        said += [line for line in lines if "of frozen weights, of layer 0 of base_model." in line]
+        said += [line for line in lines if "of frozen weights, of layer 1 of base_model." in line]
     alone, shared = (float(line.split()[3]) for line in said)
     assert shared == alone / 2
 
