@@ -71,7 +71,7 @@ def weights_on_host(program: Program) -> Mapping[tuple[str, int | None], int]:
 
     def is_weight(op: Op) -> bool:
         """Tell whether an operation gathers or casts weights, waits for them, or returns a view."""
-        return all(program.storages[s].kind == "gathered" for s in op.makes)
+        return op.communicates or all(program.storages[s].kind == "gathered" for s in op.makes)
 
     for step in program.steps[: program.num_forward]:
         op = step.op
