@@ -36,11 +36,14 @@ class Tries:
     def run(self, attempt: Any, plan: Any, budget_bytes: int, *, target_bytes: int) -> Any:
         more_bytes = self.taken(plan.actions) - budget_bytes
         added_us = 1e6 * bool(lacks := self.lacks(plan.actions)) + plan.added_us
-        return SimpleNamespace(more_bytes=more_bytes, overlap_lacks=lacks, added_us=added_us)
+        return SimpleNamespace(
+            more_bytes=more_bytes, overlap_lacks=lacks, added_us=added_us, joins_pay=None
+        )
 
     def found(self) -> int:
         planner: Any = MemoryPlanner.__new__(MemoryPlanner)
         planner._budget_bytes, planner._asked, planner._data_parallel = BUDGET, None, None
+        planner._joins_pay = None
         planner._limit = SimpleNamespace(is_reserved=self.is_reserved)
         planner._rank_zeros, planner._within = self.offer, self.run
         actions: int = planner._tried(SimpleNamespace(), "").offer.plan.actions

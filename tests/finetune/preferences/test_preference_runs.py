@@ -119,7 +119,8 @@ def test_a_run_starts_at_the_reference(
     assert float(row["reward_margin"]) == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize("loss", [pytest.param("orpo", marks=pytest.mark.soak), "kto"])
+@pytest.mark.soak
+@pytest.mark.parametrize("loss", ["orpo", "kto"])
 def test_two_ranks_take_the_steps_of_one(
     loss: str,
     pair_rows: list[dict[str, Any]],
