@@ -159,14 +159,17 @@ class ModuleSetup:
 
     def _on_host(self, module: nn.Module) -> bool:
         """Choose the frozen weights that stay on the host; tell whether there are any."""
-        chosen = named_for_host(module, self.config)
-        data_parallel = self.data_parallel
+        chosen = self._on_all_ranks(lambda: self._that_fit_the_host(module))
+        mark_all(module, chosen, self.device)
+        return bool(chosen)
+
+    def _that_fit_the_host(self, module: nn.Module) -> list[nn.Parameter]:
+        chosen, data_parallel = named_for_host(module, self.config), self.data_parallel
         shards = data_parallel is not None and data_parallel.shards
         num_shards = data_parallel.world_size if data_parallel is not None and shards else 1
         nbytes = sum(p.nbytes for p in chosen) // num_shards
         check_weights_fit(self.config.memory, nbytes, free_bytes=self._free_host_bytes)
-        mark_all(module, chosen, self.device)
-        return bool(chosen)
+        return chosen
 
     def _linears(self, module: nn.Module, fp8: Fp8Config, backend: Backend) -> Fp8Linears:
         set_up = partial(set_up_fp8, module, fp8, backend=backend)
