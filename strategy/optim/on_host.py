@@ -251,7 +251,7 @@ class Copy:
     result: Any
     source: Any
     version: int
-    """Of the source, when the copy began."""
+    """The number of writes to the source before the copy began."""
 
     @property
     def is_current(self) -> bool:

@@ -128,17 +128,14 @@ class _Schedule:
         }
         self._operations = operations_of(symbols)
         self._casts = casts_of_shards(symbols)
-        in_order = list(
-            gathers_in_order(
-                symbols, self._operations, self._left, leave_out=fetches_of_shards(self._casts)
-            )
-        )
+        fetched = fetches_of_shards(self._casts)
+        in_order = list(gathers_in_order(symbols, self._operations, self._left, leave_out=fetched))
         self._gathered = {g.future for g in in_order}
         self._fetches = ShardFetches(symbols, self._casts, self._left, window_bytes)
         self._are_casts = {id(b) for casts in self._casts.values() for b in casts}
         self._awaited = _read_by_casts(symbols, self._are_casts)
         """Values that casts of shards read and that are still to come: no gather starts early before them."""
-        self._reduced = futures - self._gathered
+        self._reduced = futures - self._gathered - fetched
         to_come = self._fetches.bytes_to_come
         self._gathers = Gathers(in_order, self._left, window_bytes, bucket_bytes, to_come)
         # A gradient in flight takes twice its bytes: what is sent, and what is received.
