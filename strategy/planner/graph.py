@@ -282,6 +282,11 @@ class Device:
         """Bandwidth of copies to the host or back that one rank has while those beside it copy too."""
         return self.host_bytes_per_s / min(self.devices_per_link, self.ranks_of_node)
 
+    @property
+    def as_plain(self) -> Device:
+        """The same as other processes can be sent: read-only mappings cannot."""
+        return replace(self, flops_per_s=dict(self.flops_per_s))
+
     def among(self, num_ranks: int) -> Device:
         """Return the device of one of several ranks of a node."""
         return replace(self, ranks_of_node=num_ranks)

@@ -56,15 +56,10 @@ def layers_on_host(
     if not dist.is_initialized():
         return _planned(asked, device, num_ranks)
     # A plan has a process group of its own.
-    plain = replace(device, flops_per_s=dict(device.flops_per_s))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_ignore_interrupts) as pool:
-        return pool.submit(_planned, asked, plain, num_ranks).result()
-
-
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the process that asked."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    no_interrupts = signal.SIGINT, signal.SIG_IGN  # Ctrl-C is for the process that asked
+    with ProcessPoolExecutor(1, context, signal.signal, no_interrupts) as pool:
+        return pool.submit(_planned, asked, device.as_plain, num_ranks).result()
 
 
 def _planned(config: RunConfig, device: Device, num_ranks: int) -> tuple[tuple[str, ...], str]:

@@ -47,7 +47,6 @@ from thunder_memsave.ops.families.collectives import (
     is_all_gather,
     is_wait,
 )
-from thunder_memsave.ops.host_copies.weights import is_fetch
 from thunder_memsave.passes.overlap.facts import largest_reduction, operations_of
 from thunder_memsave.passes.overlap.gathers import (
     Gathers,
@@ -148,10 +147,10 @@ class _Schedule:
             for shard, _ in gathers(bsym):
                 # A cast may make two shards: numbers and their scales.
                 casts = [b for b in self._casts.get(shard.name, ()) if id(b) not in made]
-                if self._fetches.reach(shard.name):
-                    casts = [b for b in casts if not is_fetch(b)]
                 made.update(map(id, casts))
+                self._fetches.reach(shard.name)
                 yield from casts
+            made.add(id(bsym))  # a fetch that began early
             yield bsym
 
     def _ordered(self) -> Iterator[BoundSymbol]:

@@ -14,11 +14,9 @@ from thunder_memsave.passes.overlap.facts import nbytes_of
 from thunder_memsave.passes.overlap.room import BudgetLeft
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Fetch:
     bsym: BoundSymbol
-    shard: str
-    """Name of what is gathered."""
     num_bytes: int
     num_ranks: int
     """Number of shards that the gather receives."""
@@ -46,41 +44,39 @@ class ShardFetches:
             window_bytes: Limit on whole parameters in flight; shards of half of it are fetched ahead.
         """
         self._left, self._window_bytes = left, window_bytes
-        self._fetch_of = {f.shard: f for f in _fetches(symbols, casts)}
-        self._waiting = deque(self._fetch_of.values())
-        self._begun: set[str] = set()
-        self._ahead_bytes = 0
+        self._fetch_of = _fetches(symbols, casts)
+        self._waiting = deque(dict.fromkeys(self._fetch_of.values()))
+        self._begun: set[_Fetch] = set()
+        self._ahead: set[_Fetch] = set()
+        """Those that have begun and whose gather has not."""
 
     def bytes_to_come(self, gather: BoundSymbol) -> int:
         """Return the bytes that a gather's own copy takes if it has not begun; 0 without a copy."""
         fetch = self._fetch_of.get(gather.args[0].name)
-        return 0 if fetch is None or fetch.shard in self._begun else fetch.num_bytes
+        return 0 if fetch is None or fetch in self._begun else fetch.num_bytes
 
     def begin_early(self) -> Iterator[BoundSymbol]:
         """Begin the next copies that the window and the budget have room for."""
         while self._waiting:
             fetch = self._waiting[0]
-            if fetch.shard in self._begun:
+            if fetch in self._begun:
                 self._waiting.popleft()
                 continue
-            whole_bytes = (self._ahead_bytes + fetch.num_bytes) * fetch.num_ranks
+            whole_bytes = sum(f.num_bytes * f.num_ranks for f in (*self._ahead, fetch))
             if 2 * whole_bytes > self._window_bytes:
                 return
             if not self._left.fits(fetch.num_bytes, fetch.end):
                 return
             self._left.take(fetch.num_bytes, fetch.end)
-            self._begun.add(fetch.shard)
-            self._ahead_bytes += fetch.num_bytes
+            self._begun.add(fetch)
+            self._ahead.add(fetch)
             yield fetch.bsym
 
-    def reach(self, shard: str) -> bool:
-        """Say that a shard is gathered now; return whether its copy has begun."""
-        fetch = self._fetch_of.get(shard)
-        if fetch is None or shard not in self._begun:
-            self._begun.add(shard)
-            return False
-        self._ahead_bytes -= fetch.num_bytes
-        return True
+    def reach(self, shard: str) -> None:
+        """Say that a shard is gathered now, so that its copy has begun."""
+        if (fetch := self._fetch_of.get(shard)) is not None:
+            self._begun.add(fetch)
+            self._ahead.discard(fetch)
 
 
 def fetches_of_shards(casts: Mapping[str, Sequence[BoundSymbol]]) -> set[str]:
@@ -90,19 +86,25 @@ def fetches_of_shards(casts: Mapping[str, Sequence[BoundSymbol]]) -> set[str]:
 
 def _fetches(
     symbols: Sequence[BoundSymbol], casts: Mapping[str, Sequence[BoundSymbol]]
-) -> Iterator[_Fetch]:
-    """Yield the fetches of shards in the order in which their gathers are waited for."""
+) -> dict[str, _Fetch]:
+    """Return the fetches by the names of the shards, in the order in which the gathers are waited for.
+
+    One fetch may be of two shards: a cast makes numbers and their scales.
+    """
     gathers = {b.output.name: b for b in symbols if is_all_gather(b) and b.args[0].name in casts}
+    known: dict[str, _Fetch] = {}
+    found: dict[str, _Fetch] = {}
     for position, bsym in enumerate(symbols):
         gather = gathers.get(bsym.args[0].name) if is_wait(bsym) else None
         if gather is None:
             continue
         shard = gather.args[0].name
         for fetch in filter(is_fetch, casts[shard]):
-            yield _Fetch(
+            made = _Fetch(
                 bsym=fetch,
-                shard=shard,
                 num_bytes=nbytes_of(fetch.output),
                 num_ranks=gather.args[1].size(),
                 end=position,
             )
+            found[shard] = known.setdefault(fetch.output.name, made)
+    return found

@@ -50,7 +50,7 @@ class Setting:
     @property
     def as_plain(self) -> Setting:
         """The same as other processes can be sent: read-only mappings cannot."""
-        return replace(self, device=replace(self.device, flops_per_s=dict(self.device.flops_per_s)))
+        return replace(self, device=self.device.as_plain)
 
     @property
     def keeps_numbers(self) -> bool:
