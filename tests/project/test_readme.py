@@ -95,7 +95,7 @@ def test_the_recipe_generates_and_saves_a_model_that_loads(
 
 def test_the_plan_that_is_shown_was_printed() -> None:
     (shown,) = blocks("text")
-    printed = (RESULTS / "plan_llama3_8b_lora_2026-11-28_cpu.txt").read_text().splitlines()
+    printed = (RESULTS / "plan_llama3_8b_lora_2026-11-30_cpu.txt").read_text().splitlines()
     assert printed[0].removeprefix("# ") in README
     for line in shown.splitlines():
         assert line in printed
